@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from parallel3d.mesh import MeshLayout as MeshLayout
     from parallel3d.mesh import build_mesh as build_mesh
     from parallel3d.mesh.seeding import seed_step as seed_step
+    from parallel3d.optim import capture as capture
     from parallel3d.parallelize import Checks as Checks
     from parallel3d.parallelize import Sharding as Sharding
     from parallel3d.parallelize import parallelize as parallelize
@@ -66,6 +67,7 @@ else:
             ".materialize": "materialize",
             ".mesh": "MeshLayout build_mesh",
             ".mesh.seeding": "seed_step",
+            ".optim": "capture",
             ".parallelize": "Checks Sharding parallelize",
             ".tools": "doctor dryrun launch",
             ".tp": "resolve_plan",

@@ -1,5 +1,7 @@
 """The exceptions that parallel3d raises for user mistakes: one family, all of them ``ValueError``."""
 
+from collections.abc import Iterable
+
 
 class Parallel3dError(ValueError):
     """Base of every error of parallel3d; the message names the value, the rule and a remedy."""
@@ -17,12 +19,26 @@ class PlanningError(Parallel3dError):
     """A model, cluster, workload or layout that the planner can't handle."""
 
 
+class MistakesError(PlanningError):
+    """Several mistakes in what the planner was given, found together.
+
+    Attributes:
+        each: the mistakes, a line each.
+    """
+
+    def __init__(self, each: Iterable[str]) -> None:
+        self.each = tuple(each)
+        several = f"{len(self.each)} mistakes:\n" if len(self.each) > 1 else ""
+        super().__init__(several + "\n".join(self.each))
+
+
 class DryRunError(Parallel3dError, RuntimeError):
     """A program that a dry run can't follow: it branches on a tensor's value, or names a device."""
 
 
 class AgreementError(Parallel3dError):
-    """The ranks of one job were launched with different settings. The same error on every rank."""
+    """The ranks of one job were launched with different settings, or do different things. All ranks raise the
+    same error."""
 
 
 class PeerFailureError(Parallel3dError, RuntimeError):
@@ -51,11 +67,11 @@ class StateError(Parallel3dError, RuntimeError):
 
 
 class RefusedError(Parallel3dError, AssertionError):
-    """What torch's engine refuses with an AssertionError; one too, for ``except`` clauses written for it."""
+    """A call that torch's engine refuses with an AssertionError; it is one too, for code that catches it."""
 
 
 class RefusedStateError(StateError, RefusedError):
-    """A call that is invalid in the present state, which torch's engine refuses with an AssertionError."""
+    """A call that is invalid in the present state, and that torch's engine refuses with an AssertionError."""
 
 
 class UnnamedAxesError(MeshError, RefusedError):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import dtensor_shard_box, make_dtensor, spec_of
 from parallel3d._util import dry_run
-from parallel3d._util.unset import fill_unset, unset_in
+from parallel3d._util.storage import fill_unset, unset_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
 from parallel3d.mesh.failures import tells_others
@@ -69,11 +69,12 @@ def materialize(
 
 
 def give_memory(model: nn.Module, initialised: Sequence[tuple[str, nn.Module]]) -> None:
-    """Allocates what is on meta, for a model whose values come from elsewhere.
+    """Allocates parameters and buffers that are on meta, uninitialized, for a model whose values come from
+    elsewhere.
 
     Args:
         initialised: (name, module) of those that are also initialized, as by ``materialize`` with seed 0;
-            their parameters that were not on meta are overwritten. All else is uninitialized.
+            their parameters that were not on meta are overwritten.
     """
     target = _target_device(model, None)
     work = _Materialization(model, target, seed=0)
@@ -158,7 +159,8 @@ _IN_ATTENTION |= {"in_proj_bias", "bias_k", "bias_v"}
 
 
 def _own_reset(module: Any) -> Callable[[], object] | None:
-    """Returns what initializes the module's own values, or None."""
+    """Returns the function that initializes the module's own parameters: ``reset_parameters``, or ours for
+    ``nn.MultiheadAttention``; None if there is none."""
     if isinstance(module, _OutProj):
         return functools.partial(_reset_attention, module)
     if hasattr(module, "reset_parameters"):
@@ -184,7 +186,7 @@ def _reset_attention(module: nn.Module) -> None:
 
 
 def _leaves_out(model: Any, module: nn.Module) -> bool:
-    """Whether ``model._init_weights(module)`` leaves values of ``module`` unset; tries it on the CPU."""
+    """Whether ``model._init_weights(module)`` would leave values of ``module`` unset; tries it on the CPU."""
     if dry_run.active():  # there are no values
         return False
     before = dict(module._parameters), dict(module._buffers)
@@ -206,17 +208,15 @@ def _leaves_out(model: Any, module: nn.Module) -> bool:
 
 
 def _is_unset(module: nn.Module) -> bool:
-    """Whether a tensor of the module itself has a value that nobody has set."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is None or tensor.is_meta or tensor.dtype == torch.bool or not tensor.numel():
-            continue
-        if bool(unset_in(tensor).any()):
-            return True
-    return False
+    """Whether a tensor of the module itself still has values that nobody has set since ``fill_unset``."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    tensors = (t for t in own if t is not None and not t.is_meta and t.dtype != torch.bool)
+    return any(bool(unset_in(tensor).any()) for tensor in tensors)
 
 
 class _Materialization:
-    """One call of ``materialize``: allocates the units' buffers, initializes whole tensors, keeps shards."""
+    """One call of ``materialize``: allocates the units' buffers, initializes one module at a time, keeps this
+    rank's shards."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self.model = model
@@ -237,18 +237,18 @@ class _Materialization:
         self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
 
     def _set_the_rest(self, name: str, module: Any) -> None:
-        """Initializes a module of which ``_init_weights`` has left values out."""
+        """Calls the module's own ``reset_parameters``, because ``_init_weights`` has left values unset;
+        Parallel3dError if some still are."""
         if (reset := _own_reset(module)) is not None:
             reset()
         if _is_unset(module):
             raise Parallel3dError(
                 f"materialize: {class_name(self.model)}._init_weights leaves out values of {name!r} "
-                f"({class_name(module)}), and it has no reset_parameters() that sets them. The model is in "
-                "parts initialized: build it anew"
+                f"({class_name(module)}), and no reset_parameters() sets them; build the model anew"
             )
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Initializes the own parameters and buffers of one module."""
+        """Initializes the module's own parameters and buffers as whole tensors; keeps the shards."""
         before = dict(module._parameters)
         try:
             for key, param in before.items():
@@ -290,7 +290,7 @@ class _Materialization:
 
 
 def _shard_of(whole: torch.Tensor, param: DTensor) -> nn.Parameter:
-    """Returns this rank's shard of ``whole``, placed as ``param``, which torch's ``fully_shard`` has made."""
+    """Returns this rank's shard of ``whole``, placed as ``param``, a DTensor of torch's ``fully_shard``."""
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -302,7 +302,7 @@ def _shard_of(whole: torch.Tensor, param: DTensor) -> nn.Parameter:
 
 @contextmanager
 def _seeded(text: str, device: torch.device) -> Iterator[None]:
-    """Seeds the default generators from ``text`` in the body, and restores their states."""
+    """A context in which the default generators are seeded from ``text``; it restores their states."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type

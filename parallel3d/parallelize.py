@@ -20,9 +20,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.simulated import ranks_are_simulated
-from parallel3d._util import dry_run
-from parallel3d._util.forwards import wrap_forward
-from parallel3d._util.rollback import unchanged_on_error
+from parallel3d._util.forwards import unchanged_on_error, wrap_forward
 from parallel3d._util.units import Units, find_units, of_one_unit
 from parallel3d.activations.kinds import (
     Kind,
@@ -36,16 +34,11 @@ from parallel3d.audit.training import attach, skeleton_of
 from parallel3d.cp.batch import cp_axis
 from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
 from parallel3d.ep.experts import EpPlan, plan_ep, take_rules
-from parallel3d.errors import (
-    AgreementError,
-    MeshError,
-    Parallel3dError,
-    PlanError,
-    WrongTypeError,
-)
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError, WrongTypeError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import (
     as_instance,
+    check_block,
     check_param,
     check_policy,
     data_axes,
@@ -59,6 +52,7 @@ from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
 from parallel3d.mesh.failures import tells_others
 from parallel3d.mesh.joined import expert_view, joined_mesh
+from parallel3d.mesh.store import others
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
@@ -75,11 +69,15 @@ class Sharding:
     Attributes:
         reshard_after_forward: whether blocks are resharded after forward; by default they are. The final norm
             and head never are.
-        shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
+        shard_optimizer_over_replicate: HFSDP: shard parameters at rest and optimizer states over replicate
+            too, see ``fully_shard``.
+        block: shards are whole blocks of so many elements, as optimizers with quantized states need them: 256
+            for torchao's 8-bit AdamW. See ``fully_shard``.
     """
 
     reshard_after_forward: bool | None = None
     shard_optimizer_over_replicate: bool = False
+    block: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +111,8 @@ _RENAMED = {"check_same_batch": "same_batch"}
 def _with_old(
     fsdp: Any, checks: Any, old: Mapping[str, Any]
 ) -> tuple[bool | ShardingStrategy, Sharding, Checks]:
-    """Returns ``fsdp`` without what a ``Sharding`` says, that Sharding, and the checks; ``old``: arguments
-    from before these two classes."""
+    """Returns (``fsdp`` as a bool or ShardingStrategy, the ``Sharding``, the ``Checks``). ``old``: arguments
+    of earlier versions, which are now fields of these two; each gets a DeprecationWarning."""
     sharding = fsdp if isinstance(fsdp, Sharding) else Sharding()
     if not isinstance(checks, Checks):
         raise Parallel3dError(f"checks is {checks!r}; it must be a parallel3d.Checks")
@@ -154,6 +152,7 @@ def parallelize(
     axes: Mapping[str, str] | None = None,
     checks: Checks = _CHECKS,
     engine: Literal["parallel3d", "torch"] = "parallel3d",
+    memory: Literal["on demand", "static"] = "on demand",
     **old: Any,
 ) -> ModelT:
     """Makes ``model`` train with tensor, expert and context parallelism, FSDP and HSDP on ``mesh``.
@@ -198,6 +197,9 @@ def parallelize(
         checks: what is checked, and by which example.
         engine: ``"torch"``: the same by torch's ``fully_shard`` and ``parallelize_module``, to compare with,
             or as a way out. What they can't do is an error.
+        memory: ``"static"``: buffers of gathers and reductions are allocated once, at fixed addresses, in the
+            first forward; blocks share them in turn (``docs/engine.md``). By default each is allocated while
+            it is used.
         old: fields of ``Sharding`` and ``Checks``, and ``check_same_batch``, which were arguments: each a
             DeprecationWarning with what to write.
 
@@ -211,11 +213,7 @@ def parallelize(
     """
     policy = as_instance(MixedPrecisionPolicy if mp_policy is None else mp_policy)
     fsdp, sharding, checks = _with_old(fsdp, checks, old)
-    over_replicate, timeout, audit = (
-        sharding.shard_optimizer_over_replicate,
-        checks.timeout,
-        checks.audit,
-    )
+    over_replicate, timeout = sharding.shard_optimizer_over_replicate, checks.timeout
     switches: dict[str, Any] = {
         "strict": checks.strict,
         "shard_optimizer_over_replicate": over_replicate,
@@ -227,6 +225,7 @@ def parallelize(
     whole = mesh
     cp_plan: CpPlan | None = None
     ep_plan: EpPlan | None = None
+    audit = False
     try:
         # The mesh first: joining shard and cp may make process groups, for which all ranks are needed.
         if not isinstance(mesh, DeviceMesh):
@@ -235,9 +234,12 @@ def parallelize(
         mesh = joined_mesh(whole)
         check_duration("timeout", timeout, or_none=True)
         _check_model(model)
-        _check_switches(**switches, audit=audit is not None and audit)
+        _check_switches(**switches, audit=checks.audit is not None and checks.audit)
         _check_compile(compile)
-        other = _other_engine(engine, over_replicate, loss_parallel)
+        if memory not in ("on demand", "static"):
+            raise Parallel3dError(f"memory is {memory!r}; it must be 'on demand' or 'static'")
+        check_block(sharding.block)
+        other = _other_engine(engine, sharding, loss_parallel, memory)
         check_kind(activation_checkpointing, engine)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
@@ -268,22 +270,25 @@ def parallelize(
                 mesh=mesh,
                 mp_policy=policy,
                 shard_optimizer_over_replicate=over_replicate,
+                block=sharding.block,
             )
         settings = _settings(model, plan, found, whole, policy)
-        switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
         switches |= {"ep": ep_plan.view.ep.size()} if ep_plan is not None else {}
-        switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
-        by_hand, split = isinstance(tp_plan, Mapping), plan is not None and plan.tp_size > 1
-        unproven = plan is not None and split and (by_hand or bool(plan.unchecked))
+        split = plan is not None and plan.tp_size > 1
+        unproven = split and (isinstance(tp_plan, Mapping) or bool(plan and plan.unchecked))
         by_default = cp_plan is not None or ep_plan is not None or unproven
-        audit = by_default if audit is None else audit
-        audit = audit and other is None
+        audit = (by_default if checks.audit is None else checks.audit) and other is None
         switches |= {
+            "fsdp": bool(fsdp),
+            "reshard_after_forward": reshard,
+            "activation_checkpointing": name_of(activation_checkpointing),
             "audit": audit,
             "compile": compile,
             "loss_parallel": loss_parallel,
             "engine": engine,
+            "memory": memory,
+            "block": sharding.block,
         }
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -342,6 +347,8 @@ def parallelize(
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
+        if memory == "static":
+            model.set_static_memory(True)  # type: ignore[operator]
         attach_offload()
         if checks.same_batch and not (plan is not None and plan.takes_rows):
             check_first_batch(model, mesh)
@@ -357,7 +364,7 @@ def _log(
     plan: ResolvedPlan | None,
     cp_plan: CpPlan | None,
 ) -> None:
-    """Logs what was decided: in one line as info, each module with ``DEBUG``."""
+    """Logs the decisions of ``parallelize``: one line at level INFO, one for each module at ``DEBUG``."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
     chosen = ", ".join(f"{name}={value}" for name, value in switches.items())
     _LOGGER.info("mesh %s, %d units and the root; %s", sizes, sum(map(bool, units.modules)), chosen)
@@ -376,7 +383,8 @@ def _log(
 def _compare_ranks(
     mesh: Any, settings: dict[str, str], problem: Exception | None, timeout: timedelta | None
 ) -> None:
-    """Raises ``problem``, or an AgreementError if another rank of ``mesh`` has one or other settings."""
+    """Compares ``settings``, and whether there is a ``problem``, between the ranks of ``mesh``. Raises
+    AgreementError if they differ, else ``problem`` if there is one."""
     ranks = None  # those outside the mesh may do something else
     if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
         ranks = mesh.mesh.flatten().tolist()
@@ -391,7 +399,8 @@ def _compare_ranks(
 
 
 def _other_weights(ranks_of: Mapping[str, list[int]]) -> str:
-    """Returns the message for models of other values: which parameters differ, on which ranks."""
+    """Returns the message for ranks whose models have different values: which parameters differ, on which
+    ranks. ``ranks_of``: checksums of all parameters, a line each -> the ranks that have them."""
     if len({len(lines.splitlines()) for lines in ranks_of}) > 1:
         return ""  # other models, which the parameters' names show
     tables = [lines.splitlines() for lines in ranks_of]
@@ -459,8 +468,9 @@ def _check_compile(value: bool | str) -> None:
 
 
 def _check_compiled_selection(mesh: DeviceMesh, compile: bool | str, kind: Kind) -> None:
-    """Raises PlanError for a selective recomputation of compiled blocks on cp and tp: what the partitioner
-    then gives backward is not what forward had, and gradients are wrong (seen with torch 2.13)."""
+    """Raises PlanError for selective recomputation in compiled blocks with both cp and tp: torch's
+    partitioner then gives backward other values than forward had, so that gradients are wrong (seen with
+    torch 2.13)."""
     names = mesh.mesh_dim_names or ()
     both = all(mesh.size(names.index(axis)) > 1 for axis in ("cp", "tp") if axis in names)
     if compile and both and "tp" in names and not isinstance(kind, bool) and not is_offload(kind):
@@ -470,28 +480,30 @@ def _check_compiled_selection(mesh: DeviceMesh, compile: bool | str, kind: Kind)
         )
 
 
-_ENGINES = {"torch": "parallel3d.integrations.torch_engine"}
-"""Name of another engine -> the module whose ``prepare`` knows it, which is imported when it is asked for."""
-
-
-def _other_engine(engine: str, over_replicate: bool, loss_parallel: bool | str) -> Any:
-    """Returns the module of another engine, None for this library's."""
+def _other_engine(engine: str, sharding: Sharding, loss_parallel: bool | str, memory: str) -> Any:
+    """Returns the module that implements ``engine="torch"``, None for this library's engine. Raises
+    Parallel3dError for options that torch's engine doesn't have."""
     if engine == "parallel3d":
         return None
-    if not isinstance(engine, str) or engine not in _ENGINES:
+    if engine != "torch":
         raise Parallel3dError(f'engine is {engine!r}; it must be "parallel3d" or "torch"')
-    ours = {"shard_optimizer_over_replicate": over_replicate, "loss_parallel": loss_parallel}
+    ours: dict[str, Any] = {
+        "shard_optimizer_over_replicate": sharding.shard_optimizer_over_replicate,
+        "block": sharding.block,
+        "loss_parallel": loss_parallel,
+        "memory": memory if memory == "static" else None,
+    }
     for name, value in ours.items():
         if value:
             raise Parallel3dError(
                 f'{name}={value!r} is not possible with engine="{engine}"; leave it out, or use '
                 'engine="parallel3d"'
             )
-    return importlib.import_module(_ENGINES[engine])
+    return importlib.import_module("parallel3d.integrations.torch_engine")
 
 
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
-    """Raises PlanError for ``chunks`` in a compiled block: the compiler orders its collectives itself."""
+    """Raises PlanError for ``chunks`` in a compiled block, whose collectives the compiler orders."""
     if plan is None or not compile:
         return
     for planned in plan.modules:
@@ -503,7 +515,6 @@ def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) 
 
 
 def _block_of(name: str, units: Units) -> str | None:
-    """Returns the name of the block that has the module ``name``."""
     return next((n for n, _ in units.blocks if name == n or name.startswith(f"{n}.")), None)
 
 
@@ -525,11 +536,7 @@ def _check_options(
     tp, cp = axes.size(axes.tp), mesh.size(names.index("cp")) if "cp" in names else 1
     shard = axes.size(axes.shard) // cp
     if not fsdp and axes.data_size > 1:
-        ranks = (
-            f"{axes.data_size} data ranks"
-            if cp == 1
-            else f"{axes.data_size} ranks with other tokens"
-        )
+        ranks = f"{axes.data_size} {'data ranks' if cp == 1 else 'ranks with other tokens'}"
         by_cp = "" if cp == 1 else f" x cp {cp}"
         raise MeshError(
             f"fsdp is False, but the mesh has {ranks} (replicate {axes.size(axes.replicate)} x shard "
@@ -544,7 +551,7 @@ def _check_options(
 
 
 def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None) -> bool:
-    """Returns ``reshard_after_forward``, which a ShardingStrategy sets too."""
+    """Returns ``reshard_after_forward``; Parallel3dError if a ShardingStrategy and ``given`` differ."""
     if given is not None:
         _check_switches(reshard_after_forward=given)
     if isinstance(fsdp, bool):
@@ -560,7 +567,7 @@ def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None
 def _plan_loss(
     model: nn.Module, plan: ResolvedPlan | None, units: Units, loss_parallel: bool | str
 ) -> ResolvedPlan | None:
-    """Returns the plan with loss parallelism of the output head."""
+    """Returns ``plan`` with a loss-parallel output head; PlanError if its weight is freed too early."""
     if not loss_parallel or (plan is None and loss_parallel is True):
         return plan  # without tp the logits are whole
     chunked = loss_parallel == "chunked"
@@ -581,7 +588,7 @@ def _settings(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> dict[str, str]:
-    """Returns what must be equal on all ranks for their collectives to match."""
+    """Returns what must be equal on all ranks for their collectives to match, as name -> text."""
     first: dict[nn.Parameter, str] = {}
     params = (
         # With its first name, to compare ties too.
@@ -599,8 +606,8 @@ def _settings(
 
 
 def _checksum(param: nn.Parameter) -> str:
-    """Returns a sum over the bits, which differs between models built from different seeds."""
-    if param.is_meta or ranks_are_simulated() or dry_run.active():
+    """Returns the sum of the parameter's bits, to compare ranks by; "meta" if there is nothing to compare."""
+    if param.is_meta or others() is None:  # nobody to compare with, and in a dry run no values
         return "meta"
     return str(_sum_of_bits(param.detach()))
 

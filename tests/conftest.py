@@ -52,7 +52,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file that says ``pytestmark = pytest.mark.slow``, ``ci`` or ``full`` is not imported where its tests
-    are deselected: the import (transformers, Lightning, ...) takes each worker longer than many tests."""
+    are deselected: the import (transformers, Lightning, ...) takes each worker longer than many tests. Unless
+    it has marks of which docs/parity.md is made."""
     if not collection_path.name.startswith("test_"):
         return None
     since = config.getoption("--changed")
@@ -64,6 +65,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     tiers_of = {"slow": "slow", "ci": "slow", "full": "full"}
     deselected = [m for m, tier in tiers_of.items() if f"not {tier}" in config.option.markexpr]
     text = collection_path.read_text() if deselected else ""
+    if "mark.parity(" in text:
+        return None
     return True if any(f"\npytestmark = pytest.mark.{m}" in text for m in deselected) else None
 
 
@@ -71,6 +74,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One xdist worker runs every test that needs the pool, the hosts or the fork server: one of each."""
     config.stash[MARKED] = gather(items)
+    for item in items:  # each xdist worker hashes strings its own way: a set's repr is no id
+        for value in getattr(getattr(item, "callspec", None), "params", {}).values():
+            if isinstance(value, set | frozenset) and len(value) > 1 and str(value) in item.nodeid:
+                raise pytest.UsageError(f"{item.nodeid}: a set has no order; use a list")
     if config.getoption("--only-engine-tests"):
         items[:] = [item for item in items if "engine" in getattr(item, "fixturenames", ())]
     if not tiers.all_are_asked_for(config):

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
 
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "param", "collectives"},
-    {"bucket", "records", "gradients", "reduction", "comm", "streams", "coalesced"},
+    {"bucket", "records", "gradients", "accumulated", "reduction", "streams", "wire", "coalesced"},
     {"group", "members", "watch", "same_order"},
     {"unit", "context", "events"},
     {"options"},

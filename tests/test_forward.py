@@ -2,14 +2,12 @@
 
 import copy
 import functools
-import gc
 import inspect
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from _support.fsdp.lifetimes import collector_off
 from _support.models import LM_PLAN, Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,17 +24,6 @@ def doubled(inner):
         return 2 * inner(self, *args, **kwargs)
 
     return as_if(forward, inner)
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Within it only reference counts free anything."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class TestWrapForward:
@@ -113,6 +100,6 @@ def test_modules_are_freed_at_once(compiled: bool) -> None:
         for _ in range(2):
             lm_loss(model, tokens(0)).backward()
         alive = {name: weakref.ref(m) for name, m in model.named_modules()}
-        with no_collector():
+        with collector_off():
             del model, block
             assert [name for name, ref in alive.items() if ref() is not None] == []

@@ -51,6 +51,7 @@ def test_what_is_against_the_layers_is_found() -> None:
     ]
 
 
+@pytest.mark.slow(every=True)
 def test_others_see_the_engine_through_inspect(edges: dict[str, dict[str, int]]) -> None:
     assert house.reaches_inside(edges) == []
     wrong = {"optim.local": {"fsdp.unit": 9, "fsdp.inspect": 10, "fsdp": 11}}
@@ -73,6 +74,7 @@ def test_what_watches_torch_is_one_file() -> None:
     }
 
 
+@pytest.mark.ci
 def test_a_name_is_of_one_class() -> None:
     public = {"Diagnosis", "Experts", "Finding"}  # of two packages each
     assert house.same_class_names().keys() <= public
@@ -85,6 +87,7 @@ def test_sizes() -> None:
     assert {name: count for name, count in long.items() if count > 800} == {}
 
 
+@pytest.mark.slow(every=True)
 def test_a_plain_step_runs_no_option() -> None:
     """In a process of its own: what watches losses stays on where a test of it has run."""
     code = "import json, house; print(json.dumps(list(house.step())))"
@@ -99,10 +102,9 @@ def test_a_plain_step_runs_no_option() -> None:
     )
     ran = json.loads(done.stdout.splitlines()[-1])
     assert [name for name in ran if name.startswith("fsdp/options/")] == []
-    own = [name for name in ran if not name.startswith("_torch/")]
-    assert len(own) <= 9, " ".join(
-        sorted(own)
-    )  # FSDP2 runs 6; a wrapper of an older torch is not counted
+    own = sorted(name for name in ran if name != "_torch/v2_11.py")  # a wrapper of an older torch
+    assert len(own) <= 9, own  # FSDP2 runs 6
+    assert house.lines(house.PACKAGE / name for name in own) <= 4_300, own
 
 
 IN_ORDERS = """
@@ -127,7 +129,8 @@ def test_the_order_of_imports_is_not_that_of_options() -> None:
     command = [sys.executable, "-c", IN_ORDERS, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     expected = (
-        "LateExtensions RanksAgree BuffersAreFilled Finalization MergedBuckets RegisteredByRoot"
+        "LateExtensions StaticMemory RanksAgree BuffersAreFilled Finalization MergedBuckets "
+        "RegisteredByRoot"
     )
     assert done.stdout.splitlines() == [expected] * (2 * len(names))
 

@@ -32,7 +32,7 @@ from parallel3d.errors import Parallel3dError
 
 
 class PackedSpec(DTensorSpec):
-    """The spec of a PackedDTensor: one of its placements is a ``PackedShard``."""
+    """The DTensor spec of a PackedDTensor: one of its placements is a ``PackedShard``."""
 
     tensor_class: ClassVar[type[DTensor]]
 
@@ -50,7 +50,7 @@ class PackedSpec(DTensorSpec):
 
     @cached_property
     def has_empty_ranks(self) -> bool:
-        """Whether some rank holds nothing."""
+        """Whether the local tensor of any rank has no elements."""
         sizes = self.mesh.shape
         return any(
             not prod(packed_boxes(self.shape, sizes, at, self.placements)[0])
@@ -59,16 +59,17 @@ class PackedSpec(DTensorSpec):
 
     @cached_property
     def ordinary(self) -> DTensorSpec:
-        """The spec for DTensor's own operations, which handle the ranks' rows as those of ``torch.chunk``."""
+        """This spec with ``Shard`` for ``PackedShard``, for DTensor's own operations: they take each rank's
+        rows for those of ``torch.chunk``."""
         return DTensorSpec(self.mesh, ordinary(self.placements), tensor_meta=self.tensor_meta)
 
 
 class PackedShard(Shard):
     """Like ``Shard(packing.dim)``, but each rank has the rows that ``packing`` says.
 
-    A parameter is split by its packing first; a rank's rows are then sharded over the other axes by their
-    placements. The rows of one rank may be several boxes of the plain model's tensor. torch's own functions
-    that would split or join by such a placement raise.
+    The rows that the packing gives to a rank are then sharded over the other mesh axes by their placements.
+    In the plain model's tensor they may be several boxes, which are not neighbours. torch's own functions
+    that would split or join a tensor by such a placement raise.
     """
 
     spec_class = PackedSpec
@@ -130,7 +131,7 @@ for _name in (
 
 
 def packed_among(placements: Sequence[Placement]) -> tuple[int, PackedShard] | None:
-    """Returns (index, the PackedShard) if there is one in ``placements``."""
+    """Returns (index, placement) of the ``PackedShard`` in ``placements``; None if there is none."""
     for axis, placement in enumerate(placements):
         if type(placement) is PackedShard:  # isinstance takes 3 us with torch's placements
             return axis, placement
@@ -144,12 +145,12 @@ def ordinary(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 @dataclass(frozen=True)
 class Box:
-    """Rows of a rank's local tensor that are neighbours in the whole tensor.
+    """A part of a rank's local tensor whose rows are also neighbours in the whole tensor.
 
     Attributes:
         dim: the packed dim; 0 if there is none.
-        start: index of the first row in the local tensor; there are ``sizes[dim]`` rows.
-        offsets, sizes: position and size in the whole tensor, by dim.
+        start: index of its first row in the local tensor; it has ``sizes[dim]`` rows.
+        offsets, sizes: for each dim, where the box begins in the whole tensor, and its size.
     """
 
     dim: int
@@ -159,11 +160,9 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, local: Tensor) -> Tensor:
-        """Returns the box's view of the local tensor."""
         return local.narrow(self.dim, self.start, self.sizes[self.dim])
 
 
@@ -175,7 +174,7 @@ def packed_boxes(
 ) -> tuple[tuple[int, ...], list[Box]]:
     """Returns (local shape, boxes in the order of the local rows) of the rank at ``coordinate``.
 
-    Without a ``PackedShard`` among ``placements`` that is at most one box, as DTensor has it.
+    Without a ``PackedShard`` in ``placements`` it returns DTensor's local part as one box, or none if empty.
     """
     if packed_among(placements) is None:
         local, start = dtensor_shard_box(shape, mesh_shape, coordinate, placements)
@@ -202,7 +201,7 @@ def packed_boxes(
 def _split(
     placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> tuple[int, Packing, dict[int, Placement]]:
-    """Returns (the packed axis, its packing, axis -> placement of a rank's rows on each other axis)."""
+    """Returns (the packed axis, its packing, {other axis: how it shards the rows that the packing gives})."""
     found = packed_among(placements)
     assert found is not None
     axis, packed = found
@@ -218,7 +217,7 @@ def _split(
 
 
 def cut_packed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Returns this rank's part of ``whole``, with memory of its own."""
+    """Returns this rank's part of ``whole`` by ``placements``, in its own memory, without communication."""
     axis, packing, others = _split(placements, mesh.shape)
     local = packing.take(whole, mesh.get_local_rank(axis))
     for i, placement in others.items():
@@ -232,7 +231,8 @@ def cut_packed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
 def gather_packed(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Tensor:
-    """Returns the whole tensor on every rank; one all-gather for each axis that shards. Collective."""
+    """Returns the whole tensor, of ``shape``, on every rank, from the ranks' ``local`` parts: one all-gather
+    for each axis that shards."""
     sharding = [isinstance(p, (Shard, StridedShard)) for p in placements]
     ranks = [
         range(size if shards else 1) for size, shards in zip(mesh.shape, sharding, strict=True)
@@ -256,10 +256,10 @@ def gather_packed(
 
 
 def packed_as_param(param: Tensor, value: Any) -> Any:
-    """Returns ``value``. If ``param`` is packed and ``value`` is a DTensor of its shape that is not, it gets
-    the rows that ``packing`` gives each rank, by communication: all ranks must call this.
+    """Returns ``value``. If ``param`` is packed and ``value`` a DTensor of its shape that is not, it is
+    resharded to the rows of ``param`` first: all ranks must call this.
 
-    Such values come from torch's ``distribute_tensor``, which ``set_optimizer_state_dict`` calls.
+    torch's ``set_optimizer_state_dict`` makes such values, by ``distribute_tensor``.
     """
     spec = _packed_spec(param)
     other = isinstance(value, DTensor) and value.ndim and _packed_spec(value) is None
@@ -298,7 +298,7 @@ _NEUTRAL = {
 
 @lru_cache(maxsize=1024)
 def _kind(func: Any) -> tuple[str, float | None]:
-    """Returns (the kind, ``""`` if the operation is refused; the neutral value)."""
+    """Returns (kind of the operation, see ``_KINDS``, "" if it is refused; its neutral value, or None)."""
     name = func._schema.name.removeprefix("aten::")
     elementwise = name.startswith("_foreach_") or torch.Tag.pointwise in func.tags
     kind = "rows" if elementwise or name.endswith("_like") else _KINDS.get(name, "")
@@ -306,7 +306,8 @@ def _kind(func: Any) -> tuple[str, float | None]:
 
 
 def _neutral_of_norm(args: Any, kwargs: Any) -> float | None:
-    """Returns the neutral value of a norm for which no values at all would be an error."""
+    """Returns a value that, appended to a tensor, leaves a norm of this order as it is; None if the norm of
+    an empty tensor is no error."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if not isinstance(order, (int, float)) or 0 <= order < math.inf:
         return None
@@ -314,7 +315,7 @@ def _neutral_of_norm(args: Any, kwargs: Any) -> float | None:
 
 
 def _with_one_more(local: Tensor, value: float) -> Tensor:
-    """Returns all values of ``local`` and one more, in as many dims."""
+    """Returns the values of ``local`` and ``value``, so that it is not empty, in as many dims."""
     if local.dtype is torch.bool:
         value = value > 0
     elif not local.dtype.is_floating_point:
@@ -325,15 +326,15 @@ def _with_one_more(local: Tensor, value: float) -> Tensor:
 
 
 class _PackedCall:
-    """One operation with packed DTensors among its operands.
+    """One operation with packed DTensors among its operands: runs it as DTensor's operation on plain DTensors
+    with the same local tensors, and packs the results.
 
-    An operation on lists counts as one operation per index. DTensor's operation gets plain DTensors with the
-    same local tensors; its results at an index become packed again.
+    In an operation on lists (foreach) the elements at one index are operands of each other.
 
     Attributes:
-        like: index -> the spec of the packed operands at it.
-        plain: id of a packed operand -> the plain one.
-        originals: id of a plain operand -> the packed one.
+        like: index in lists (0 without) -> spec of the packed operands there, and of the results.
+        plain: id of a packed operand -> the plain DTensor.
+        originals: id of such a plain DTensor -> the packed operand.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -347,7 +348,7 @@ class _PackedCall:
         self.on_lists = bool(args) and isinstance(args[0], (list, tuple))
 
     def run(self) -> Any:
-        """Runs the operation, unless it would mix the rows of an operand, or operands have other rows."""
+        """Runs the operation. Raises if it would mix rows of an operand, or operands have other rows."""
         if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
             local = get_local_tensor(self.args[0])
             return make_dtensor(self.func(local, list(local.shape)), spec_of(self.args[0]))
@@ -371,7 +372,7 @@ class _PackedCall:
         return self._as_packed(0, result)
 
     def _take(self, position: int, value: Any) -> None:
-        """Makes the plain DTensor of ``value`` if it is packed."""
+        """If ``value``, an operand at index ``position``, is packed, makes the plain DTensor for it."""
         spec = _packed_spec(value)
         if spec is None:
             return
@@ -389,7 +390,7 @@ class _PackedCall:
         self.originals[id(plain)] = value
 
     def _as_plain(self, value: Any, position: int = 0) -> Any:
-        """Returns an operand for DTensor's operation."""
+        """Returns operand ``value`` for DTensor's operation: the plain DTensor of a packed one."""
         if isinstance(value, (list, tuple)):
             return [self._as_plain(item, i) for i, item in enumerate(value)]
         if id(value) in self.plain:
@@ -406,7 +407,7 @@ class _PackedCall:
         return self._refuse(f"has an operand of {tuple(value.shape)} with other rows, {what},")
 
     def _as_packed(self, position: int, result: Any) -> Any:
-        """Returns a result with the spec of the packed operands at its position."""
+        """Returns ``result``, at index ``position``, as a DTensor packed like the operands there."""
         if id(result) in self.originals:
             return self.originals[id(result)]
         like = self.like.get(position)
@@ -435,7 +436,7 @@ class _PackedCall:
 
 
 def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTensor:
-    """Runs ``like.new_empty(size)`` and the like."""
+    """Runs ``new_empty``, ``new_zeros`` and the like; of the shape of ``like`` the result is packed too."""
     spec, local = _packed_spec(like), get_local_tensor(like)
     assert spec is not None
     if tuple(size) != tuple(like.shape):
@@ -460,7 +461,7 @@ def _all_or_any(func: Any, value: DTensor) -> Tensor:
 
 
 def _placed_differently(target: Any, source: Any) -> bool:
-    """Whether these are DTensors of one shape, one of them packed with rows that the other doesn't have."""
+    """Whether both are DTensors of one shape, at least one of them packed, with different rows per rank."""
     if not (isinstance(target, DTensor) and isinstance(source, DTensor)):
         return False
     to, of = _packed_spec(target), _packed_spec(source)
@@ -469,7 +470,8 @@ def _placed_differently(target: Any, source: Any) -> bool:
 
 
 def _copied(target: DTensor, source: DTensor) -> DTensor:
-    """Runs ``target.copy_(source)`` through the whole tensor: torch places loaded state without a packing."""
+    """Runs ``target.copy_(source)`` for DTensors with different rows per rank, by gathering ``source``: torch
+    places loaded state without a packing."""
     whole = source.full_tensor()
     mesh, placements = target.device_mesh, target.placements
     if _packed_spec(target) is not None:
@@ -480,7 +482,7 @@ def _copied(target: DTensor, source: DTensor) -> DTensor:
 
 
 def _packed_spec(value: Any) -> PackedSpec | None:
-    """Returns the spec of ``value`` if packed; also of a plain DTensor with a packed one's placements."""
+    """Returns the PackedSpec of ``value``, also of a plain DTensor with a ``PackedShard``; else None."""
     if not isinstance(value, DTensor):
         return None
     spec = spec_of(value)
@@ -492,7 +494,7 @@ def _packed_spec(value: Any) -> PackedSpec | None:
 
 
 def _same_rows(one: PackedSpec, other: PackedSpec) -> bool:
-    """Whether each rank holds the same rows of both."""
+    """Whether each rank holds the same rows of tensors with these specs."""
     return (one.packed, one.mesh, one.shape) == (other.packed, other.mesh, other.shape)
 
 
@@ -507,7 +509,6 @@ class PackedDTensor(DTensor):
 
     @property
     def packing(self) -> Packing:
-        """The rows on each rank of the packed axis."""
         return self._spec.packed[1].packing
 
     @classmethod
@@ -555,7 +556,7 @@ class PackedDTensor(DTensor):
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Returns this rank's rows; differentiable. The gradient must be that of these rows."""
+        """Returns this rank's rows; differentiable. The gradient that comes back is that of these rows."""
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise Parallel3dError(
                 f"to_local(grad_placements={grad_placements}) of a packed parameter: its gradient must be "
@@ -564,7 +565,7 @@ class PackedDTensor(DTensor):
         return _Local.apply(self) if torch.is_grad_enabled() else self._local_tensor
 
     def boxes(self) -> list[Box]:
-        """Returns the boxes of this rank's rows in the whole tensor."""
+        """Returns this rank's local tensor as boxes in the whole tensor."""
         spec = self._spec
         coordinate = spec.mesh.get_coordinate()
         if coordinate is None:
@@ -616,12 +617,12 @@ def packing_of(tensor: Tensor) -> Packing | None:
 
 
 def _reduced_placements(spec: PackedSpec) -> tuple[Placement, ...]:
-    """Returns the placements with ``Replicate`` for partial ones."""
+    """Returns the spec's placements with ``Replicate()`` in place of partial ones."""
     return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
 
 
 class _FullTensor(torch.autograd.Function):
-    """A PackedDTensor -> the whole tensor; the gradient of that -> a PackedDTensor."""
+    """From a PackedDTensor to the whole tensor; backward cuts the gradient to a PackedDTensor."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:
@@ -636,7 +637,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _Local(torch.autograd.Function):
-    """A PackedDTensor -> its local tensor; the gradient of that -> a PackedDTensor."""
+    """From a PackedDTensor to its local tensor; backward makes the gradient a PackedDTensor."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:

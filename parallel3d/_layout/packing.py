@@ -40,17 +40,14 @@ class Packing:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The number of rows of each rank."""
         return tuple(sum(number for _, number in rank) for rank in self.rows)
 
     @property
     def size(self) -> int:
-        """The number of rows of the whole tensor."""
         return sum(self.lengths)
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank holds the same number of rows."""
         return len(set(self.lengths)) == 1
 
     def length_on(self, rank: int) -> int:
@@ -58,7 +55,7 @@ class Packing:
         return pick_by_rank(self.lengths, rank)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns a copy of the rows of ``whole`` that ``rank``, perhaps a simulated ``SymInt``, holds."""
+        """Returns a copy of the rows of ``whole`` that ``rank`` (or simulated ranks' ``SymInt``) holds."""
         if isinstance(rank, torch.SymInt):
             ranks = {r: value_on_rank(rank, r) for r in ranks_of(rank)}
             return combine_ranks(
@@ -68,7 +65,7 @@ class Packing:
         return torch.cat([whole.narrow(self.dim, *interval) for interval in intervals], self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of ``take``: returns the whole tensor of the ranks' parts."""
+        """Returns the whole tensor from ``parts``, the ranks' local tensors; the inverse of ``take``."""
         by_first: dict[int, Tensor] = {}
         for part, intervals in zip(parts, self.rows, strict=True):
             pieces = part.split([number for _, number in intervals], self.dim) if intervals else ()
@@ -76,9 +73,8 @@ class Packing:
         return torch.cat([by_first[first] for first in sorted(by_first)], self.dim)
 
     def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
-        """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor lie in the whole one.
-
-        One pair for each interval: (number of these rows before it, interval of the whole tensor).
+        """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor lie in the whole
+        tensor: for each interval of consecutive rows (how many of these rows come before it, the interval).
         """
         found, start = [], 0
         for begin, length in self.rows[rank]:
@@ -109,10 +105,10 @@ def cut_sections(
     *,
     chunked: bool = False,
 ) -> Packing:
-    """Returns the packing that splits each section of ``dim`` evenly over ``ranks``, between whole groups.
+    """Returns the packing that splits each section of ``dim`` over ``ranks`` as evenly as whole groups allow.
 
     Args:
-        sections: number of rows of each section; (F, F) for gate and up.
+        sections: number of rows of each section, such as (F, F) for a fused gate-and-up weight.
         multiple_of: number of rows of a group that is never split (a head), for each section or for all. The
             first ranks get one group more where the groups don't divide evenly.
         chunked: whether the groups are shared as ``torch.chunk`` does: the last ranks get fewer, or none.

@@ -30,12 +30,11 @@ class ParamLayout:
 
 
 def set_param_layout(param: nn.Parameter, layout: ParamLayout) -> None:
-    """Attaches ``layout`` to ``param``."""
     setattr(param, _ATTRIBUTE, layout)
 
 
 def get_param_layout(param: nn.Parameter) -> ParamLayout:
-    """Returns the layout attached to ``param``; by default DTensors compute as DTensors, others locally."""
+    """Returns the layout attached to ``param``. Without one: "dtensor" for a DTensor, else "local"."""
     default = ParamLayout("dtensor" if isinstance(param, DTensor) else "local")
     return getattr(param, _ATTRIBUTE, default)
 
@@ -46,14 +45,16 @@ def smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
-def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
-    """Returns the ``index``-th of ``parts`` chunks of ``tensor`` along ``dim``.
+def local_chunk(
+    tensor: torch.Tensor, dim: int, parts: int, index: int, multiple: int = 1
+) -> torch.Tensor:
+    """Returns a copy of the ``index``-th of ``parts`` chunks of ``tensor`` along ``dim``.
 
-    As with ``torch.chunk`` they have ``ceil(size / parts)`` rows, except the last ones, which may be shorter
-    or empty. It is a copy. ``index`` may be a ``SymInt`` of simulated ranks.
+    A chunk has ``ceil(size / parts)`` rows, as with ``torch.chunk``, rounded up to a multiple of
+    ``multiple``; the last ones have fewer or none. ``index`` may be a ``SymInt`` of simulated ranks.
     """
     size = tensor.shape[dim]
-    chunk = -(-size // parts)
+    chunk = -(-size // (parts * multiple)) * multiple
     start = smaller(index * chunk, size)
     length = smaller(size - start, chunk)
     if isinstance(start, torch.SymInt):
@@ -67,7 +68,8 @@ def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch
 def strided_chunk(
     tensor: torch.Tensor, dim: int, factor: int, parts: int, index: int
 ) -> torch.Tensor:
-    """Returns the ``index``-th chunk of each of ``factor`` chunks, concatenated: ``_StridedShard``."""
+    """Cuts ``tensor`` into ``factor`` chunks along ``dim`` and each of them into ``parts``; returns the
+    ``index``-th part of each, concatenated, as ``_StridedShard`` does."""
     if factor == 1:
         return local_chunk(tensor, dim, parts, index)
     # Not torch.chunk, which returns fewer chunks where the size is small.

@@ -14,11 +14,7 @@ _aten = torch.ops.aten
 
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> str | None:
-    """Returns the name of the kernel that ``fused_forward`` would use; None: there is none for these.
-
-    Args:
-        masked: whether a mask is given.
-    """
+    """Returns the name of the kernel that ``fused_forward`` can use for these tensors; None: no kernel."""
     channels, dtype = q.shape[-1], q.dtype
     if v.shape[-1] != channels or not k.shape[2]:
         return None
@@ -35,15 +31,23 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> str | None
     return None
 
 
+_CHOICES = ("math", "flash", "efficient", "cudnn", "overrideable")  # as SDPBackend numbers them
+
+
+def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str:
+    """Returns the kernel that scaled_dot_product_attention uses: "math", "flash", "efficient" or "cudnn"."""
+    return _CHOICES[torch._fused_sdp_choice(q, k, v, is_causal=causal)]
+
+
 def fused_forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the attention of ``q`` to ``k`` and ``v``, and the log-sum-exp.
+    """Returns (the attention of ``q`` to ``k`` and ``v``, the log-sum-exp of the scaled scores).
 
     Args:
-        kernel: what ``fused_kernel`` has returned.
+        kernel: from ``fused_kernel``.
         mask: bool, True where a key counts; it can be expanded to (B, Hq, Q, K).
-        causal: query i sees keys up to i, of as many as there are queries.
+        causal: query i sees keys up to i; there must be as many keys as queries.
     """
     if kernel == "flash":
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -112,7 +116,7 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """What the efficient kernel adds to the scores: rows begin at multiples of 16 elements."""
+    """Returns ``mask`` as what the efficient kernel adds to the scores, with rows aligned to 16 elements."""
     if mask is None:
         return None
     keys = k.shape[2]
@@ -122,7 +126,7 @@ def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _same_heads(x: Tensor, q: Tensor) -> Tensor:
-    """K or V with a head for each of ``q``."""
+    """Returns ``x``, keys or values, with each head repeated so that there are as many as in ``q``."""
     group = q.shape[1] // x.shape[1]
     return x if group == 1 else x.repeat_interleave(group, 1)
 

@@ -1,8 +1,9 @@
 """Private names of autograd, hooks, the compiler and torch.func."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -12,70 +13,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from parallel3d._torch.v2_11 import IS_2_11
-
-
-def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Hides the body's writes to ``tensors`` from autograd, which may have saved them for backward."""
-    # A tensor made in inference mode has no version, and can't be saved.
-    counted = tuple(t for t in tensors if not t.is_inference())
-    return torch.autograd._unsafe_preserve_version_counter(counted)
-
-
-# F.batch_norm writes buffers of these names without a change of their version counters.
-WRITTEN_WITHOUT_VERSION = ("running_mean", "running_var")
-
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
 """Sets the version counters of tensors: autograd compares them before it reads a tensor that it has saved."""
 set_versions = torch._C._autograd._unsafe_set_version_counter
-
-
-@contextmanager
-def noted_saves(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Calls ``note`` with each tensor that autograd saves within the body, before the hooks in force."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def noted(tensor: torch.Tensor) -> Any:
-        note(tensor)
-        return pack(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
-        yield
-
-
-def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a change in place of one is noticed as a change of the other.
-
-    Tensors on one storage may have a counter each: parts of ``unsafe_chunk``, ``.data``.
-    """
-    version = one._version
-    if other._version != version:
-        return False
-    set_versions((one,), (version + 1,))
-    same = other._version != version
-    set_versions((one,), (version,))
-    return same
-
-
-def saved_by(node: Any) -> Iterator[Callable[[], Any]]:
-    """Yields functions that read what ``node`` of the graph has saved for its backward, but for what hooks
-    have packed, whose unpacking may compute."""
-    for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
-            try:
-                raw = getattr(node, f"_raw_{name.lstrip('_')}", None)
-            except RuntimeError:  # a backward has freed it
-                continue
-            saved = raw if isinstance(raw, (tuple, list)) else [raw]
-            if all(each is not None and each.unpack_hook is None for each in saved):
-                yield partial(getattr, node, name)
-
-
-def version_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor with the version counter of ``tensor``: it holds none of its memory."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
 
 
 def route_data(
@@ -83,10 +23,8 @@ def route_data(
     read: Callable[[torch.Tensor], torch.Tensor | None],
     write: Callable[[torch.Tensor, Any], bool],
 ) -> None:
-    """Asks ``read(tensor)`` for ``tensor.data``, and has ``write(tensor, value)`` set it, in class ``kind``.
-
-    Where they return None and False, torch does it.
-    """
+    """Makes ``tensor.data`` of class ``kind`` return ``read(tensor)``, and setting it call ``write(tensor,
+    value)``. If they return None or False, torch's own ``.data`` is used."""
     own: Any = torch.Tensor.data
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,11 +39,9 @@ def route_data(
 
 
 def wrap_backward(around: Callable[..., Any]) -> None:
-    """Routes every call of autograd's engine from Python through ``around(run, *args, **kwargs)``.
-
-    ``run(*args, **kwargs)`` makes the call. Its arguments are the outputs, their gradients, whether the graph
-    is kept, whether one is created, and the inputs.
-    """
+    """Makes every call of autograd's engine from Python call ``around(run, *args, **kwargs)``, which must
+    call ``run(*args, **kwargs)``. The arguments are the outputs, their gradients, retain_graph, create_graph,
+    and the inputs."""
     engine = torch.autograd.Variable._execution_engine
     run_backward = staticmethod(partial(around, engine.run_backward))
     kind = type("Engine", (type(engine),), {"run_backward": run_backward})
@@ -113,7 +49,6 @@ def wrap_backward(around: Callable[..., Any]) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` runs the forward of ``module``."""
     forward = type(module).forward
     own = getattr(module, "_compiled_call_impl", None) is not None
     return own or hasattr(forward, "_torchdynamo_orig_callable")
@@ -129,24 +64,22 @@ assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 
 def function_modes() -> list[Any]:
-    """The ``TorchFunctionMode`` s in force, such as ``torch.device(...)``, the outermost first."""
+    """Returns the active ``TorchFunctionMode`` s, such as ``torch.device(...)``, the outermost first."""
     return list(torch.overrides._get_current_function_mode_stack())
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` has run in this process."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     # Its import alone puts a None there.
     return compiler is not None and any(compiler.cached_backends.values())
 
 
 def profiler_runs() -> bool:
-    """Whether ``torch.profiler``, or autograd's, records in this process."""
+    """Whether ``torch.profiler`` or autograd's profiler is recording in this process."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -157,17 +90,8 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs on this thread; one inside another has its own. -1: none."""
 
 
-def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without a graph on the same memory and version counter, also below autograd.
-
-    There (within ``__torch_dispatch__``) ``detach`` alone would give it a counter of its own.
-    """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
 def backward_order(node: Any) -> int:
-    """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
+    """Returns the sequence number of a graph's ``node``: of ready nodes, backward runs the highest first."""
     return node._sequence_nr()
 
 
@@ -176,10 +100,10 @@ next_backward_order: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def before_changes(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """What to hook for the gradient of ``tensor``, so that the hook is called also if it is changed in place.
+    """Returns the tensor to hook for the gradient of ``tensor``, as in-place changes may lose a hook.
 
-    A change in place of a view puts another node in the place of the view's own, whose hooks are then not
-    called. That of what it is a view of stays: that tensor is returned, if it was made at ``first`` or later.
+    Changing a view in place gives it a new node, and hooks on the old one are not called. Its base keeps its
+    node: the base is returned if it was made at sequence number ``first`` or later.
     """
     base = tensor._base
     node = None if base is None else base.grad_fn
@@ -187,7 +111,7 @@ def before_changes(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 
 def set_backward_order(node: Any, number: int) -> None:
-    """Gives ``node`` another one."""
+    """Sets the sequence number of ``node``; see ``backward_order``."""
     node._set_sequence_nr(number)
 
 
@@ -196,7 +120,7 @@ node_is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What ``register_post_accumulate_grad_hook`` has set on ``param``."""
+    """Returns the hooks that ``register_post_accumulate_grad_hook`` has set on ``param``."""
     hooks = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
 
@@ -206,7 +130,7 @@ _TENSOR_HOOKS = attrgetter("_backward_hooks")
 
 
 def have_gradient_hooks(params: Iterable[torch.Tensor]) -> bool:
-    """Whether one of ``params`` has any of ``gradient_hooks``."""
+    """Whether any of ``params`` has a post-accumulate hook."""
     with torch_function_off():  # DTensor's takes several times as long
         return any(map(_GRADIENT_HOOKS, params))
 
@@ -217,24 +141,22 @@ def have_tensor_hooks(params: Iterable[torch.Tensor]) -> bool:
         return any(map(_TENSOR_HOOKS, params))
 
 
-def for_compiled_function(output: torch.Tensor) -> torch.Tensor:
-    """What an autograd function may return that a collective has written to ``output``.
-
-    In a graph that torch 2.11 compiles, the gradient of an output that was written in place comes to nothing:
-    there it is a copy.
-    """
-    return output.clone() if IS_2_11 and torch.compiler.is_compiling() else output
+def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Does ``tensor.register_hook(hook)`` for a tensor that is no leaf, without a handle (1 us, not 6)."""
+    node = tensor.grad_fn  # None within torch.func, of an inner level: nothing calls the hook
+    if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    tensor._backward_hooks = OrderedDict({-1: hook})  # a handle's id is none below 0
+    node._register_hook_dict(tensor)
 
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
 def untraced(function: _FunctionT) -> _FunctionT:
-    """Keeps ``function``, and all that it calls, out of ``torch.compile``'s graphs.
-
-    A graph that reaches it ends there. Unlike ``torch.compiler.disable``, which wraps the function (0.2 us
-    a call, compiled or not) and imports the compiler, it costs nothing.
-    """
+    """Decorator: ``torch.compile`` ends its graph at ``function``, and does not trace what that calls. Unlike
+    ``torch.compiler.disable``, which wraps it (0.2 us a call) and imports the compiler, it costs nothing."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -244,7 +166,7 @@ def untraced(function: _FunctionT) -> _FunctionT:
 
 
 def no_frame_of_its_own(function: _FunctionT) -> _FunctionT:
-    """Keeps ``function`` out of ``torch.compile``'s graphs as ``untraced`` does, but not what it calls."""
+    """Decorator: ``torch.compile`` does not trace ``function`` itself, but what it calls."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)
@@ -274,24 +196,21 @@ follows_grad_dtype = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | Literal["own", "any"]:
-    """What ``param.grad_dtype`` was set to, ``"any"`` for None; ``"own"``: it was not."""
+    """Returns the ``param.grad_dtype`` that was set, ``"any"`` for None; ``"own"`` if none was set."""
     if not follows_grad_dtype or not param._has_grad_dtype_override:  # type: ignore[attr-defined]
         return "own"
     return param.grad_dtype or "any"
 
 
 def set_grad_dtype(param: torch.Tensor, wanted: torch.dtype | Literal["own", "any"]) -> None:
-    """Sets it to what ``grad_dtype_of`` has returned."""
+    """Sets ``param.grad_dtype`` to ``wanted``, a result of ``grad_dtype_of``."""
     if wanted != "own":
         param.grad_dtype = None if wanted == "any" else wanted
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor, *, lasting: bool = False) -> None:
-    """``param.grad = grad``, whatever the dtype of ``grad``, and of the gradient that is there.
-
-    Args:
-        lasting: whether ``param`` takes gradients of any dtype from now on.
-    """
+    """Sets ``param.grad`` to ``grad``, whatever its dtype and that of a gradient that is there. ``lasting``:
+    ``param`` takes gradients of any dtype from now on."""
     wanted = None if lasting else grad.dtype
     if grads_may_differ_in_dtype and param.grad_dtype not in (None, wanted):
         param.grad = None

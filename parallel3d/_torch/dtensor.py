@@ -26,23 +26,23 @@ root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of ``meshes`` in order; they must be slices of one root mesh."""
+    """Returns one mesh with the axes of ``meshes`` in order, which must be slices of one root mesh."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...], own_group: bool = False) -> DeviceMesh:
-    """The axes ``names`` of ``mesh`` as one, of the name torch gives it; made once per mesh.
+    """Returns the axes ``names`` of ``mesh`` joined to one axis, named as torch does; made once per mesh.
 
-    ``own_group``: whether it has a process group of its own where it is as long as the world.
+    ``own_group``: whether it gets a process group of its own even if it has all ranks of the world.
     """
     backend = dist.get_backend_config() if own_group else None
     return mesh[names]._flatten("_".join(names), backend_override=backend)
 
 
 def axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
-    """The process groups of the axes of ``mesh`` by name, and of those that ``flatten_axes`` has made of it.
+    """Returns {name: process group} of the axes of ``mesh``, and of axes that ``flatten_axes`` has joined.
 
-    Of a mesh with such an axis also the groups of the axes that it was made of.
+    If an axis of ``mesh`` is a joined one, the groups of the axes that it joins are included, too.
     """
     names, root = mesh.mesh_dim_names or (), root_mesh(mesh)
     groups = {axis: mesh.get_group(axis) for axis in names}
@@ -54,9 +54,9 @@ def axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
 
 
 def root_axes(mesh: DeviceMesh) -> list[tuple[int, ...]] | None:
-    """For each axis of ``mesh`` the positions in its root of the axis, or of those that it joins.
+    """Returns, for each axis of ``mesh``, the positions in its root mesh of the axis or those it joins.
 
-    None if a name is not one of these, or there are no names.
+    None if there are no names, or a name is not made of the root's.
     """
     known = root_mesh(mesh).mesh_dim_names or ()
     runs = combinations(range(len(known) + 1), 2)
@@ -66,7 +66,7 @@ def root_axes(mesh: DeviceMesh) -> list[tuple[int, ...]] | None:
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """The one axis of ``mesh``, which has a name, as several; makes their groups on all ranks of its root."""
+    """Returns ``mesh``, one named axis, split into axes of ``sizes``; all ranks of its root make groups."""
     return mesh._unflatten(0, tuple(sizes), tuple(names))
 
 
@@ -76,7 +76,7 @@ def dtensor_shard_box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(local shape, global offset) DTensor gives to the rank at ``coordinate``."""
+    """Returns the (local shape, global offset) that DTensor gives to the rank at ``coordinate``."""
     return _compute_local_shape_and_global_offset(
         tuple(shape), tuple(mesh_shape), list(coordinate), list(placements)
     )
@@ -85,9 +85,9 @@ def dtensor_shard_box(
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of a contiguous DTensor of global ``shape``.
+    """Returns the DTensorSpec of a contiguous DTensor of global ``shape``.
 
-    A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
+    If a placement has a ``spec_class`` (``PackedShard``), it is of that class.
     """
     stride = torch.empty(shape, device="meta").stride()
     kind = next((p.spec_class for p in placements if hasattr(p, "spec_class")), DTensorSpec)
@@ -95,10 +95,10 @@ def make_spec(
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (1 us, not 30).
+    """Returns a DTensor on ``local``, without ``from_local``'s checks and autograd node (1 us, not 30).
 
-    Of a description of our own, the subclass that it names. ``__init__`` does nothing, behind three frames
-    that keep the compiler out.
+    Its class is ``tensor_class(spec)``. ``__init__`` is not called: it does nothing, in three frames that
+    keep the compiler out.
     """
     return new_dtensor(tensor_class(spec), local, spec, requires_grad=False)
 
@@ -108,12 +108,11 @@ new_dtensor: Callable[..., DTensor] = DTensor.__new__
 
 
 def tensor_class(spec: DTensorSpec) -> type[DTensor]:
-    """The class of a DTensor with the description ``spec``: a description of our own names a subclass."""
+    """Returns the class of a DTensor with ``spec``: DTensor, or the subclass that a spec of ours names."""
     return DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """The description of ``tensor``."""
     return tensor._spec
 
 
@@ -121,11 +120,8 @@ _OPERATORS = ("add", "sub", "mul", "truediv", "matmul")
 
 
 def wrap_operators(around: Callable[..., Any]) -> None:
-    """Routes +, -, *, / and @ of a DTensor and a plain tensor, on either side, through ``around``.
-
-    ``around(operator, dtensor, other)`` is to return ``operator(dtensor, other)``. Python asks the operand of
-    the subclass first.
-    """
+    """Makes +, -, *, / and @ of a DTensor and a plain tensor, in either order, call ``around(operator,
+    dtensor, other)``, which must return ``operator(dtensor, other)``."""
 
     def wrapped(operator: Callable[..., Any]) -> Callable[..., Any]:
         def operate(self: DTensor, other: Any) -> Any:
@@ -142,10 +138,8 @@ def wrap_operators(around: Callable[..., Any]) -> None:
 
 
 def watch_writes(refuse: Callable[[Sequence[Any]], None]) -> None:
-    """Calls ``refuse(operands)`` where an operation with DTensors has changed a plain tensor in place.
-
-    torch raises an AssertionError without a text then.
-    """
+    """Calls ``refuse(operands)`` where DTensors are used to change a plain tensor in place: torch raises an
+    AssertionError without a text there."""
     dispatcher: Any = DTensor._op_dispatcher
     tail = getattr(dispatcher, "_dispatch_fast_path_python_tail", None)
     if tail is None:  # of another version
@@ -163,17 +157,17 @@ def watch_writes(refuse: Callable[[Sequence[Any]], None]) -> None:
 
 
 def keep_partial_gradients(param: torch.Tensor) -> None:
-    """Sees to it that a partial gradient of ``param`` is partial still in ``param.grad``."""
+    """Makes a partial DTensor gradient of ``param`` stay partial in ``param.grad``, also in torch 2.11."""
     if IS_2_11 and isinstance(param, DTensor):
         # 2.11 copies a gradient of other strides than the parameter's into a new DTensor, and sums it.
         param.register_hook(lambda grad: None if grad is None else grad.contiguous())
 
 
 def clear_dtensor_caches() -> None:
-    """Forget DTensor's propagation results, which hold meshes of groups that may be destroyed.
+    """Clears DTensor's caches, which hold meshes of process groups that may be destroyed.
 
-    A mesh equal to a destroyed one would be taken for it, and its group names, which torch
-    counts from zero again, could then mean other groups.
+    A new mesh equal to a destroyed one would be taken for it; and its group names, which torch counts from
+    zero again, could then mean other groups.
     """
     # What torch.distributed.tensor.debug does, whose import alone takes half a second.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -190,7 +184,7 @@ def clear_dtensor_caches() -> None:
 
 
 def gather_whole(tensor: DTensor) -> torch.Tensor:
-    """``tensor.full_tensor()``, without torch's warning where that takes a collective for each axis."""
+    """Returns ``tensor.full_tensor()`` without torch's warning that it takes one collective per axis."""
     logger = logging.getLogger(_redistribute.__name__)
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -200,7 +194,7 @@ def gather_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The very tensor object ``tensor`` wraps; ``to_local`` may return a view of it."""
+    """Returns the tensor object inside the DTensor ``tensor``; ``to_local`` may return a view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
@@ -210,6 +204,6 @@ local_tensor_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Points ``tensor`` at ``local``, which must have the same shape, dtype and device."""
+    """Sets the tensor inside the DTensor ``tensor`` to ``local``, of the same shape, dtype and device."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local

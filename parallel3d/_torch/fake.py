@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,19 +31,36 @@ VALUE_ERRORS = (
 SCALED_STEP = "_maybe_opt_step"
 
 
+class _FakeMode(FakeTensorMode):
+    """Allows grouped matmuls in all dtypes; FakeTensorMode knows their shapes in bfloat16 only."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+    ) -> Any:
+        if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
+            matrices = [each.to(torch.bfloat16) for each in args[:2]]
+            kwargs = {**kwargs, "out_dtype": None}
+            product: Any = super().__torch_dispatch__(func, types, (*matrices, *args[2:]), kwargs)
+            return product.to(args[0].dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
 def make_fake_mode() -> FakeTensorMode:
-    """Returns a mode in which operations make tensors without memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """Returns a FakeTensorMode: operations in it make tensors without memory."""
+    return _FakeMode(allow_non_fake_inputs=True)
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:
-    """Drops the weak references that ``mode`` keeps to its tensors. ``swap_tensors``, by which a module
-    changes the dtype of its parameters, raises for tensors with weak references."""
+    """Drops weak references that ``mode`` keeps to tensors: ``swap_tensors``, by which modules change their
+    parameters' dtype, raises for tensors with weak references."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def in_fake_mode() -> bool:
-    """Whether a fake mode is active, such as DTensor's when it propagates shapes."""
+    """Whether a FakeTensorMode is active, such as DTensor's own when it propagates shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -51,24 +69,22 @@ functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableT
 
 
 def boxed(work: dist.Work) -> Any:
-    """Returns ``work`` as c10d's operations return it."""
+    """Returns ``work`` in the form in which c10d's operations return it."""
     return work.boxed()
 
 
 def loader_iterators() -> tuple[type, ...]:
-    """Returns the classes of a DataLoader's iterators."""
     return _dataloader._SingleProcessDataLoaderIter, _dataloader._MultiProcessingDataLoaderIter
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
-    """Makes this process rank ``rank`` of a default group that communicates nothing."""
+    """Makes this process rank ``rank`` of a default process group that does not communicate."""
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
 
 
 def add_fake_backend(group: ProcessGroup) -> None:
-    """Registers torch's fake backend for ``group``."""
     fake = importlib.import_module("torch._C._distributed_c10d").FakeProcessGroup
     backend = fake._create_internal(group.rank(), group.size())
     for device in ("cpu", "cuda"):
@@ -77,7 +93,7 @@ def add_fake_backend(group: ProcessGroup) -> None:
 
 
 def plain_group(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """Returns a group on torch's fake backend that is not registered in ``torch.distributed``."""
+    """Returns a process group with torch's fake backend, not registered in ``torch.distributed``."""
     group = ProcessGroup(store, rank, size)
     add_fake_backend(group)
     return group

@@ -27,10 +27,8 @@ FULLY_SHARD_KEYS = (STATE_KEY, REGISTRY_KEY)
 
 
 def set_fully_shard_state(module: nn.Module, state: Any) -> None:
-    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``.
-
-    Also enters fully_shard in torch's registry of what was applied to the module.
-    """
+    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``, and registers with torch
+    that fully_shard was applied to ``module``."""
     attributes = vars(module)  # new dicts: a rollback restores the old ones
     # From torch's own module: ``torch.distributed.fsdp.fully_shard`` may have been replaced by ours.
     function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
@@ -47,12 +45,11 @@ def enter_module_state(module: nn.Module, state: Any) -> None:
 
 
 def fully_shard_state(module: nn.Module) -> Any:
-    """Returns ``torch.distributed.fsdp.fully_shard.state(module)``."""
     return torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def unsharded_by_torch(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What torch's ``fully_shard`` gathers the parameters of ``module`` into, if it is a unit of it."""
+    """Yields the all-gather buffers of ``module`` if it is a unit of torch's ``fully_shard``."""
     if not isinstance(module, torch_fsdp.FSDPModule):
         return
     state: Any = module._get_fsdp_state()
@@ -75,7 +72,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """Removes what ``torch.compile(model)``, ``checkpoint_wrapper`` and FSDP1 insert into a name."""
+    """Returns ``name`` without what ``torch.compile``, ``checkpoint_wrapper`` and FSDP1 insert."""
     if not any(part in name for part in _WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

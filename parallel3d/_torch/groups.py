@@ -1,6 +1,7 @@
-"""Private names of process groups, stores and collectives."""
+"""Private names of process groups, stores, collectives, and of memory for them."""
 
 import atexit
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,10 +24,9 @@ _GLOO_DROPS_WITHIN = 0.2
 
 
 def backend_name(group: ProcessGroup, device_type: str) -> str:
-    """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``.
+    """Returns the name of the backend for ``device_type`` in ``group``: ``gloo``, ``nccl``, ``fake``.
 
-    A group that is a ``ProcessGroup`` of its own, as a third party's may be, is asked itself: it has no
-    backends inside.
+    A third party's subclass of ``ProcessGroup`` has no backends inside, and is asked itself.
     """
     if pretended_backend is not None:
         return pretended_backend
@@ -38,11 +38,11 @@ def backend_name(group: ProcessGroup, device_type: str) -> str:
 
 @cache
 def let_gloo_finish_at_exit() -> None:
-    """Lets gloo's threads drop the tensors of their last collectives before the interpreter goes.
+    """Makes the interpreter wait at exit until gloo's threads have dropped their last tensors.
 
-    A work holds the Python objects of its tensors, and is dropped by the thread that ran it, which
-    then waits for the interpreter's lock. Where the interpreter is already going, Python ends that
-    thread, and C++ the process: exit code 134, after everything was right (pytorch/pytorch#179291).
+    A work holds the Python objects of its tensors, and is dropped by the thread that ran it, which then waits
+    for the interpreter's lock. While the interpreter finalizes, Python ends that thread, and so C++ the
+    process: exit code 134, after everything was right (pytorch/pytorch#179291).
     """
     atexit.register(time.sleep, _GLOO_DROPS_WITHIN)
 
@@ -57,7 +57,7 @@ else:
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:
-    """The group behind what a c10d op is called with: a group, its boxed form or its name."""
+    """Returns the process group for the argument of a c10d op: a group, its boxed form or its name."""
     if isinstance(argument, ProcessGroup):
         return argument
     if isinstance(argument, str):
@@ -68,12 +68,12 @@ def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> Proce
 
 
 def clone_store(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own: one that waits blocks the other users of its connection."""
+    """Returns a second connection to ``store``, as a wait blocks all other uses of its connection."""
     return store.clone()  # type: ignore[attr-defined]
 
 
 def set_keys(store: dist.Store, keys: Sequence[str], text: str) -> None:
-    """Sets all ``keys`` to ``text``, in one round trip where the store can."""
+    """Sets all ``keys`` to ``text``, in one round trip if the store supports that."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         store.multi_set(list(keys), [text] * len(keys))  # type: ignore[attr-defined]
         return
@@ -82,12 +82,12 @@ def set_keys(store: dist.Store, keys: Sequence[str], text: str) -> None:
 
 
 def all_groups() -> list[ProcessGroup]:
-    """The process groups of this process that it is a member of, in the order they were made."""
+    """Returns all process groups that this process is in, in the order in which they were made."""
     return [group for group in dist.distributed_c10d._world.pg_map if group is not None]
 
 
 def group_timeout(group: ProcessGroup | None = None) -> timedelta:
-    """How long a collective of ``group``, by default the default one, may take: its backends' longest."""
+    """Returns the timeout of collectives of ``group`` (default: the default group), of all backends'."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     options = [getattr(backend, "options", None) for backend in _backends(group)]
@@ -97,7 +97,7 @@ def group_timeout(group: ProcessGroup | None = None) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Another one for the collectives that begin from now on: on gloo too."""
+    """Sets the timeout of the collectives of ``group`` that begin from now on, on gloo too."""
     for backend in _backends(group):
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timeout)
@@ -106,11 +106,11 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def wake_waiting(group: ProcessGroup) -> None:
-    """Lets every wait for a collective of ``group`` fail, in this process and on gloo its peers' too.
+    """Makes every wait for a gloo collective of ``group`` fail, in this process and its peers.
 
-    For a job that can't go on. gloo closes a group's connections when a message does not arrive in time,
-    which ends the waits of other threads: hence one that nobody sends. NCCL's collectives are kernels, which
-    fail no wait: see ``communicators``.
+    This is for a job that can't go on. gloo closes a group's connections when a message does not arrive in
+    time, which ends waits in other threads: so this waits briefly for a message that nobody sends. NCCL's
+    collectives are kernels, for which see ``communicators``.
     """
     for backend in _backends(group):
         if backend.name() != "gloo":
@@ -123,10 +123,9 @@ def wake_waiting(group: ProcessGroup) -> None:
 
 
 def communicators(group: ProcessGroup) -> list[Any]:
-    """The NCCL backends of ``group``: their collectives are kernels, which only an abort ends.
+    """Returns the NCCL backends of ``group``, whose collectives only ``abort_communicator`` ends.
 
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps a backend into another that checks arguments; the inner one is
-    returned.
+    The backend inside one that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps around it is returned.
     """
     return [
         getattr(backend, "wrapped_pg", backend)
@@ -136,10 +135,10 @@ def communicators(group: ProcessGroup) -> list[Any]:
 
 
 def abort_communicator(backend: Any) -> None:
-    """Ends the kernels of a NCCL backend, without an error: what they have left is no result.
+    """Ends the kernels of an NCCL backend without an error; their outputs are then undefined.
 
     It may wait for the device; after the backend's timeout it raises a DistBackendError. The backend's own
-    watchdog looks for no errors from then on, so it does not end the process for them.
+    watchdog then no longer looks for errors, so it does not end the process for them.
     """
     backend.abort()
 
@@ -157,9 +156,9 @@ def _backends(group: ProcessGroup) -> list[Any]:
 
 
 def max_over(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
-    """Issues the all-reduce of ``tensor``, in place, to the largest values. Returns the work to wait for.
+    """Issues an all-reduce of ``tensor``, in place, to the maximum. Returns the work to wait for.
 
-    It is a call of the backend itself, which no recorder or guard sees.
+    It calls the backend directly, so no recorder or guard sees it.
     """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -200,7 +199,8 @@ def reduce_scatter_members(
 
 
 def _ended(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """Waits for the work of a synchronous call, which some backends return; returns an asynchronous one's."""
+    """Waits for ``work`` unless ``async_op``: some backends return one for synchronous calls, too. Returns
+    the work of an asynchronous call, else None."""
     if async_op or work is None:
         return work
     work.wait()
@@ -221,3 +221,44 @@ COLLECTIVES = (
     *("send", "recv", "recv_anysource", "barrier", "_end_coalescing"),
 )
 """By torch's names of 2.11 and of 2.13; those that a group lacks are passed over."""
+
+
+def has_group_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` has an allocator for ``device`` (NCCL has)."""
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def group_memory(
+    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Returns a tensor from the allocator of ``group``'s backend."""
+    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def use_symmetric_memory(backend: str) -> None:
+    _symmetric_memory().set_backend(backend)
+
+
+def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor from the pool of symmetric memory, which reuses what was freed."""
+    with torch.cuda.use_mem_pool(_symmetric_memory().get_mem_pool(device)):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def make_symmetric(tensor: torch.Tensor, group: ProcessGroup) -> None:
+    """Registers ``tensor``, from ``symmetric_memory``, on all ranks of ``group``, which all call it."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")  # a slow import
+
+
+def record_history(entries: int) -> None:
+    """Makes torch record the last ``entries`` CUDA allocations and frees, with their stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=entries)
+
+
+def dump_snapshot(path: str) -> None:
+    """Writes the CUDA allocations, and the recorded history, to ``path`` for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -24,12 +24,12 @@ views_like: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """``get_local_tensor`` of each of ``tensors``, all DTensors, without a Python call for each."""
+    """Returns the local tensors of DTensors, without a Python call for each."""
     return list(map(local_tensor_of, tensors))
 
 
 def specs_of(tensors: Iterable[torch.Tensor | None]) -> list[DTensorSpec | None]:
-    """``spec_of`` of each of ``tensors``, None of None. AttributeError if one is no DTensor."""
+    """Returns the DTensorSpecs of ``tensors``, None for None; AttributeError if one is no DTensor."""
     return [None if tensor is None else tensor._spec for tensor in tensors]  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,6 @@
 """Private names of torch's optimizers."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -14,10 +15,8 @@ _EXPLAINED = "_parallel3d_explained"  # of a class's ``step``
 
 
 def wrap_steps(explain: Callable[[Optimizer, RuntimeError], str | None]) -> None:
-    """Raises StateError with what ``explain`` returns, unless None, where a step ends in a RuntimeError.
-
-    Of the classes of which an optimizer is made from now on.
-    """
+    """Makes a RuntimeError in an optimizer's step a StateError with the text ``explain(optimizer, error)``;
+    if that is None the error stays. It wraps the classes of optimizers that are made from now on."""
     patch = Optimizer._patch_step_function
 
     def patched(self: Optimizer) -> None:
@@ -46,7 +45,7 @@ def wrap_steps(explain: Callable[[Optimizer, RuntimeError], str | None]) -> None
 
 
 def convert_loaded(convert: Callable[[torch.Tensor, Any], Any]) -> None:
-    """From now on ``load_state_dict`` takes ``convert(param, value)`` for each tensor of a param's state."""
+    """Makes ``Optimizer.load_state_dict`` load ``convert(param, value)`` for each state tensor."""
     process: Callable[..., Any] = Optimizer._process_value_according_to_param_policy
 
     def processed(param: torch.Tensor, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +55,7 @@ def convert_loaded(convert: Callable[[torch.Tensor, Any], Any]) -> None:
 
 
 def step_dtensors_apart() -> None:
-    """Makes foreach and fused steps one call for parameters that are DTensors, and one for others."""
+    """Makes foreach and fused steps call once for DTensors and once for plain tensors."""
     grouped: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype
 
     def group(tensors: Any, with_indices: bool = False) -> Any:
@@ -76,3 +75,13 @@ def step_dtensors_apart() -> None:
         return apart
 
     Optimizer._group_tensors_by_device_and_dtype = staticmethod(group)  # type: ignore[method-assign, assignment]
+
+
+CAPTURABLE = "_get_capturable_supported_devices"
+"""Function, of modules with optimizers, that returns the types of devices for ``capturable=True``."""
+
+
+def optimizer_modules() -> list[Any]:
+    """Returns the modules of torch that have the function named ``CAPTURABLE``."""
+    names = [name for name in sys.modules if name.startswith("torch.optim.")]
+    return [sys.modules[name] for name in names if hasattr(sys.modules[name], CAPTURABLE)]

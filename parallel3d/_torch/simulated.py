@@ -29,7 +29,7 @@ def ranks_are_simulated() -> bool:
 
 
 def leave_operators(names: Iterable[str], kind: type[torch.Tensor]) -> None:
-    """Makes Python ask a right operand of class ``kind`` first, as if ``kind`` were a subclass of ours."""
+    """Makes operators ``names`` of simulated ranks' tensors defer to a right operand of class ``kind``."""
     for name in names:
         own = getattr(LocalTensor, name)
 
@@ -40,7 +40,7 @@ def leave_operators(names: Iterable[str], kind: type[torch.Tensor]) -> None:
 
 
 def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
-    """Returns the tensor of each simulated rank; None for an ordinary tensor."""
+    """Returns {rank: tensor} of a tensor of simulated ranks; None for an ordinary tensor."""
     return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
 
 
@@ -49,14 +49,14 @@ combine_ranks: Callable[[dict[int, torch.Tensor]], torch.Tensor] = LocalTensor
 
 
 def simulation_paused(mode: LocalTensorMode) -> bool:
-    """Whether ``mode`` is active but suspended by its ``disable()``."""
+    """Whether ``mode`` was entered but is suspended now by its ``disable()``."""
     return mode._disable
 
 
 def make_simulated(by_rank: dict[int, torch.Tensor], ranks: frozenset[int]) -> torch.Tensor:
-    """Returns a ``LocalTensor`` of ``by_rank``, which has one tensor for each of ``ranks``.
+    """Returns a ``LocalTensor`` with the tensors ``by_rank``, one for each of ``ranks``.
 
-    Where all have the same sizes, strides and type it stores them: torch's own constructor makes one that
+    If all have the same sizes, strides and type it stores these: torch's own constructor makes a tensor that
     calls Python for them at each use, several times an operation.
     """
     first = next(iter(by_rank.values()))
@@ -89,14 +89,14 @@ _forbid_data_pointer = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
 
 def update_sizes(tensor: torch.Tensor, op: OpOverload, args: Any, kwargs: Any) -> None:
-    """Updates the stored sizes after ``op`` has changed them in place on every simulated rank."""
+    """Updates the stored sizes of ``tensor`` after ``op`` has changed them in place on every rank."""
     if getattr(tensor, "_knows_sizes", False):
         with no_dispatch():
             op(*args, **kwargs)  # on the wrapper, which has no data
 
 
 def value_on_rank(value: Any, rank: int) -> Any:
-    """Returns an operation's argument on one simulated rank."""
+    """Returns ``value``, an argument of an operation, as simulated rank ``rank`` has it."""
     kind = type(value)
     if kind is LocalTensor:
         return value._local_tensors[rank]
@@ -113,7 +113,7 @@ def value_on_rank(value: Any, rank: int) -> Any:
 
 
 def ranks_of(value: torch.SymInt) -> Iterator[int]:
-    """Yields the simulated ranks of ``value``, a number that differs by rank."""
+    """Yields the ranks that ``value``, a number that differs by simulated rank, has values for."""
     node = value.node
     assert isinstance(node, LocalIntNode)
     return iter(node._local_ints)
@@ -132,13 +132,13 @@ def for_each_rank(fn: Callable[[int], None]) -> None:
 
 
 def simulation_off() -> AbstractContextManager[None]:
-    """Returns a context in which no ranks are simulated: tensors are plain."""
+    """Returns a context manager in which no ranks are simulated: new tensors are ordinary ones."""
     mode = local_tensor_mode()
     return nullcontext() if mode is None else mode.disable()
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors of simulated ranks in rank order, or ``tensor`` itself."""
+    """Yields the tensors of all simulated ranks in rank order; of an ordinary tensor, itself."""
     if isinstance(tensor, LocalTensor):
         yield from (tensor._local_tensors[rank] for rank in sorted(tensor._local_tensors))
     else:
@@ -146,15 +146,15 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def call_by_rank(fn: Callable[..., Any], *args: Any, random: bool = False) -> Any:
-    """Returns ``fn(*args)``; of simulated ranks it is called for each, with the rank's tensors and numbers.
+    """Returns ``fn(*args)``, called for each of simulated ranks with its own tensors and numbers.
 
     ``fn`` may therefore branch on a rank. It computes without autograd and issues no collective.
 
     Args:
-        args: tensors, numbers, lists and tuples of them, None, or what is the same on all ranks.
+        args: tensors, numbers, lists and tuples of them, None, or objects that are the same on all ranks.
         random: whether ``fn`` draws random numbers.
 
-    Returns: what ``fn`` does: a tensor, None, or a tuple of such. Of tensors the ranks' may differ in size.
+    Returns: what ``fn`` returns: a tensor, None, or a tuple of these. Tensors may differ in size by rank.
     """
     mode = local_tensor_mode()
     if mode is None or not any(isinstance(a, LocalTensor) for a in _flat(args)):
@@ -174,17 +174,15 @@ def call_by_rank(fn: Callable[..., Any], *args: Any, random: bool = False) -> An
         else:
             for rank in sorted(mode.ranks):
                 call(rank)
-        return _join_ranks(results, frozenset(mode.ranks))
+        return join_ranks(results, frozenset(mode.ranks))
 
 
-_computing: list[
-    int
-] = []  # the simulated rank that ``call_by_rank`` calls a function for, innermost last
+# The simulated rank that ``call_by_rank`` calls a function for, innermost last.
+_computing: list[int] = []
 
 
 def value_here(value: Any) -> Any:
-    """Returns what ``value`` is on the simulated rank for which ``call_by_rank`` computes; elsewhere
-    itself."""
+    """Returns ``value`` as the rank has it that ``call_by_rank`` simulates now; elsewhere unchanged."""
     return value_on_rank(value, _computing[-1]) if _computing else value
 
 
@@ -196,11 +194,14 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _join_ranks(results: dict[int, Any], ranks: frozenset[int]) -> Any:
+def join_ranks(results: dict[int, Any], ranks: frozenset[int]) -> Any:
+    """Joins ``results``, rank -> its tensor, list, tuple or None, to one value of that kind, in which each
+    tensor is one of all simulated ``ranks``; None stays None."""
     first = next(iter(results.values()))
     if isinstance(first, torch.Tensor):
         return make_simulated(results, ranks)
     if first is None:
         return None
-    parts = range(len(first))
-    return tuple(_join_ranks({rank: r[i] for rank, r in results.items()}, ranks) for i in parts)
+    at = range(len(first))
+    parts = [join_ranks({rank: r[i] for rank, r in results.items()}, ranks) for i in at]
+    return parts if isinstance(first, list) else tuple(parts)

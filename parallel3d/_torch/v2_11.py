@@ -24,10 +24,10 @@ IS_2_11 = not hasattr(torch_fsdp, "DataParallelMeshDims")
 
 @dataclass
 class DataParallelMeshDims:
-    """The axes of a whole mesh that ``fully_shard`` shards and replicates over.
+    """Names the axes of a mesh over which ``fully_shard`` shards and replicates.
 
     Attributes:
-        shard, replicate: one name, or several whose axes count as one. At least one of the two is given.
+        shard, replicate: one name, or a tuple of names whose axes count as one; at least one is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -39,12 +39,10 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """``shard`` as a tuple."""
         return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """``replicate`` as a tuple."""
         names = self.replicate
         return (names,) if isinstance(names, str) else tuple(names or ())
 
@@ -65,9 +63,9 @@ class ShardPlacementResult:
 def call_torch_dispatch_of(kind: type[DTensor]) -> None:
     """Makes operations on tensors of class ``kind`` call its ``__torch_dispatch__``.
 
-    2.11 handles a subclass of DTensor as a DTensor. Where its cache has no entry for the operands, which is
-    always so for a placement of ours, it calls two methods of its dispatcher, and returns what the second one
-    returns unless that is an ``OutputSharding``.
+    torch 2.11 handles a subclass of DTensor as a DTensor. Where its cache has no entry for the operands, as
+    always for a placement of ours, it calls two methods of its dispatcher, and returns the second one's
+    result unless that is an ``OutputSharding``: these methods are replaced.
     """
     if not IS_2_11:
         return
@@ -108,10 +106,8 @@ def _has_instance(kind: type[torch.Tensor], args: Iterable[Any], kwargs: dict[st
 
 @contextmanager
 def fake_outputs_written() -> Iterator[None]:
-    """Makes the fake group's reductions and exchanges write this rank's input to the output, as on 2.13.
-
-    2.11's leave the output, which may be uninitialized memory, as it was.
-    """
+    """Context manager in which the fake group's reductions and exchanges write this rank's input to the
+    output, as on 2.13. 2.11 leaves the output as it was, perhaps uninitialized memory."""
     if not IS_2_11:
         yield
         return
@@ -128,7 +124,7 @@ def fake_outputs_written() -> Iterator[None]:
 
 
 def _write(outputs: Any, inputs: Any, *_: Any) -> Any:
-    """Writes each input to its output; returns the work."""
+    """Copies each of ``inputs`` to its output; returns a finished work."""
     if isinstance(outputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, source in zip(outputs, inputs, strict=True):
@@ -150,7 +146,7 @@ _FAKES = {
 
 
 def uneven_matmuls() -> AbstractContextManager[Any]:
-    """Returns a context in which matrix products of simulated ranks may have sizes that differ by rank."""
+    """Returns a context manager in which matmuls of simulated ranks may differ in size by rank."""
     return MatmulsOfSimulatedRanks() if IS_2_11 else nullcontext()
 
 
@@ -205,3 +201,11 @@ _PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: _matmul,
     torch.Tensor.__rmatmul__: lambda b, a: _matmul(a, b),
 }
+
+
+def for_compiled_function(output: torch.Tensor) -> torch.Tensor:
+    """Returns ``output``, which a collective has written, in a form that an autograd function may return.
+
+    In a graph compiled by torch 2.11 that is a copy: an output written in place would get no gradient.
+    """
+    return output.clone() if IS_2_11 and torch.compiler.is_compiling() else output

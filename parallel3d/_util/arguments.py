@@ -17,7 +17,6 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def is_positive(value: object) -> bool:
-    """Whether ``value`` is a finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 
@@ -35,7 +34,7 @@ def as_count(name: str, value: object, least: int = 0) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns ``1 gather``, ``2,000 gathers``."""
+    """Returns a text such as ``1 gather`` or ``2,000 gathers``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
@@ -45,12 +44,12 @@ _OF_GLOO = re.compile(
 
 
 def without_gloo(text: str) -> str:
-    """Returns the text of an error of gloo without the place in its source and its advice."""
+    """Returns the text of a gloo error without gloo's source location and advice."""
     return _OF_GLOO.sub("", text)
 
 
 def text_of(error: BaseException) -> str:
-    """Returns ``str(error)``, or which exception that raises."""
+    """Returns ``str(error)``; if that raises, a text that names the exception."""
     try:
         return str(error)
     except Exception as another:

@@ -1,4 +1,4 @@
-"""Replacing the forward of one module, by giving the module a subclass of its class.
+"""Replacing the forward of one module, by giving the module a subclass of its class; and undoing all of it.
 
 ``fully_shard`` changes the class in the same way. A bound method in ``module.__dict__`` would be a reference
 cycle, so that only the garbage collector frees the model, and a copy of the module would call the original's.
@@ -7,6 +7,7 @@ Names and ``state_dict`` keys stay.
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -46,7 +47,7 @@ def wrap_forward(
 
 
 def set_class(module: nn.Module, cls: type) -> None:
-    """``module.__class__ = cls``, also of a module whose ``__setattr__`` hands attributes on to another, as
+    """Sets ``module.__class__``, also if the module's ``__setattr__`` would set it on a wrapped module, as
     that of ``torch.compile(module)`` does."""
     object.__setattr__(module, "__class__", cls)
 
@@ -54,8 +55,8 @@ def set_class(module: nn.Module, cls: type) -> None:
 def as_if(forward: Any, inner: Forward) -> Forward:
     """Returns a copy of ``forward`` with the signature of ``inner``.
 
-    Its code object is a copy too: torch.compile limits the number of graphs for each code object, which then
-    are those of one class only.
+    Its code object is a copy too: torch.compile limits the number of graphs per code object, and so counts
+    those of one class only.
     """
     copy = FunctionType(
         forward.__code__.replace(),
@@ -71,7 +72,7 @@ def as_if(forward: Any, inner: Forward) -> Forward:
 
 
 def _take_own(module: nn.Module) -> Forward:
-    """Moves a forward in the module's ``__dict__`` to another attribute; returns a function that calls it."""
+    """Moves a forward in ``module.__dict__`` to another attribute; returns a function that calls it there."""
     own = module.__dict__.pop("forward")
     name = f"{_OWN}_{len(type(module).__mro__)}"  # a second one, set later, must not replace it
     module.__dict__[name] = own
@@ -86,7 +87,7 @@ def _take_own(module: nn.Module) -> Forward:
 
 @cache
 def _caller_of(name: str, signature: str) -> Forward:
-    """Returns a function that calls the module's attribute ``name``, one for each signature."""
+    """Returns a function that calls attribute ``name`` of its first argument; one for each ``signature``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)
@@ -95,7 +96,7 @@ def _caller_of(name: str, signature: str) -> Forward:
 
 
 def packages_of(function: Any) -> Iterator[str]:
-    """Yields the packages of a function and of all that it wraps (``wraps`` copies ``__module__``)."""
+    """Yields the packages that define ``function`` and the functions that it wraps (``__wrapped__``)."""
     while function is not None:
         function = getattr(function, "__func__", function)
         scope = getattr(function, "__globals__", None)
@@ -104,10 +105,10 @@ def packages_of(function: Any) -> Iterator[str]:
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a block with None for an empty key-value cache.
+    """Returns a block's keyword arguments with None for an empty key-value cache.
 
-    The block is recomputed in backward, where it would add its keys and values to the cache again. So a cache
-    that is not empty is an error.
+    A block that is recomputed in backward would add its keys and values to the cache twice. So a cache that
+    is not empty is an error.
     """
     # transformers' names, the newest (5.24) first, which other models may use for something else.
     for name in ("cache", "past_key_values", "past_key_value", "layer_past"):
@@ -122,3 +123,37 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
             )
         kwargs = {**kwargs, name: None}
     return kwargs
+
+
+# Attributes in which torch keeps parameters, buffers, modules and hooks.
+_CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores every module's class and attributes if the body raises.
+
+    Parameters are not copied: wrapping replaces them and never writes to them. Containers are refilled, not
+    replaced, since the handle of a user's hook refers to its container.
+    """
+    modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
+    containers = [
+        (container, container.copy() if container else ())  # most of a module's are empty
+        for _, _, state in modules
+        for container in (state[name] for name in _CONTAINERS if name in state)
+    ]
+    attributes = [(param, dict(vars(param))) for param in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, state in modules:
+            set_class(module, cls)
+            vars(module).clear()
+            vars(module).update(state)
+        for container, content in containers:
+            container.clear()
+            container.update(content)
+        for param, values in attributes:
+            vars(param).clear()
+            vars(param).update(values)
+        raise

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _LazyPackage(ModuleType):
-    """A package whose ``_exports`` (name -> module that defines it) and submodules are imported on access."""
+    """Class of a package that imports its exports (``_exports``: name -> module) and submodules on access."""
 
     _exports: dict[str, str]
 
@@ -37,7 +37,7 @@ class _LazyPackage(ModuleType):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Leaves out a module named like an export (``fully_shard``): Python sets it after its import."""
+        """Ignores Python's setting of a submodule that has the name of an export (``fully_shard``)."""
         if not (isinstance(value, ModuleType) and name in self._exports):
             super().__setattr__(name, value)
 
@@ -61,7 +61,7 @@ def export_lazily(package: str, exports: Mapping[str, str]) -> None:
 
 
 def export_as(module: str, package: str) -> None:
-    """Gives the calling module, of this ``__name__``, the exports of the ``package`` that it stands for."""
+    """Gives the module named ``module``, a second name of ``package``, the exports of that package."""
     named, real = sys.modules[module], importlib.import_module(package)
     vars(named).update({each: vars(real)[each] for each in ("__all__", "_exports")})
     named.__class__ = _LazyPackage

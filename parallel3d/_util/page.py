@@ -19,9 +19,9 @@ Figure = dict[str, Any]
 
 
 def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
-    """Returns the file ``page`` of ``package`` with each ``@@name@@`` replaced by the part of that name.
+    """Returns ``page``, a template of ``package``, with each ``@@name@@`` replaced by ``parts[name]``.
 
-    Every page has the parts style and charts.
+    ``@@style@@`` and ``@@charts@@`` are replaced without being given.
     """
     shared = files("parallel3d._util")
     all_parts = {
@@ -34,7 +34,7 @@ def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Returns JSON that can be the content of a script element."""
+    """Returns ``data`` as JSON, escaped for a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -73,13 +73,13 @@ def chart(
     marks: Sequence[dict[str, Any]] = (),
     **more: Any,
 ) -> Figure:
-    """Returns what ``page.js`` draws.
+    """Returns the description of a chart, which ``page.js`` draws.
 
     Args:
         kind: "items" (points and bars) or "area" (stacked over ``at``).
-        series: made by ``bars`` or ``points``; of an area name, colour, hatched and ``y``.
+        series: made by ``bars`` or ``points``; for an area each has name, colour, hatched and ``y``.
         x, y: titles of the axes, and where they end; they begin at 0.
-        rows: labels of rows, which then replace the y axis; narrow pages show only the first part.
+        rows: labels of rows, in place of the y axis; narrow pages show only the first part of each.
         row_height: pixels.
         marks: made by ``mark``.
     """
@@ -97,12 +97,12 @@ def chart(
 
 
 def bars(name: str, fill: Fill, each: Iterable[tuple[int, float, float, str]]) -> dict[str, Any]:
-    """Returns a series of bars: (row, from, to, what the pointer shows)."""
+    """Returns a series of bars for ``chart``: ``each`` is (row, from, to, text under the pointer)."""
     row, begin, end, notes = ([*column] for column in zip(*each, strict=True))
     ends = {"from": [round(at, 5) for at in begin], "to": [round(at, 5) for at in end]}
     return {"name": name, "colour": fill[0], "hatched": fill[1], "row": row, **ends, "notes": notes}
 
 
 def mark(at: float, text: str, *, axis: str = "x", dashed: bool = True) -> dict[str, Any]:
-    """Returns a line at ``at`` on ``axis`` across the chart, with its text beside its end."""
+    """Returns a line across a chart at the value ``at`` of ``axis``, labelled ``text`` at its end."""
     return {"at": at, "text": text, "axis": axis, "dashed": dashed}

@@ -7,7 +7,7 @@ from parallel3d._torch.dtensor import get_local_tensor
 
 
 def packed_kind(tensor: Tensor) -> str:
-    """Returns the class of a tensor whose values are packed in blocks, such as ``"NF4Tensor"``, or ``""``.
+    """Returns the class name of a tensor whose values are packed in blocks (``"NF4Tensor"``), else ``""``.
 
     Such a tensor has no elements to cut or to store as a dense tensor. bitsandbytes keeps scales beside its
     packed bytes, in an attribute that a sharded Parameter has too; torchao has tensors inside a tensor.
@@ -24,8 +24,8 @@ def packed_kind(tensor: Tensor) -> str:
 
 
 def wrapper_kind(tensor: Tensor) -> str:
-    """Returns the class of a tensor that has no memory of its own, such as a state of torchao's optimizers,
-    ``"OptimState8bit"``; or ``""``."""
+    """Returns the class name of a tensor without memory of its own, such as ``"OptimState8bit"`` of torchao's
+    optimizers, else ``""``."""
     if isinstance(tensor, DTensor):
         return wrapper_kind(get_local_tensor(tensor))
     return type(tensor).__name__ if hasattr(tensor, "__tensor_flatten__") else ""

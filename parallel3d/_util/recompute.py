@@ -24,28 +24,23 @@ ResultT = TypeVar("ResultT", Tensor, list[Tensor], tuple[Tensor, ...])
 
 
 class RecomputePass(Protocol):
-    """A pass through code whose activations are recomputed: its forward, or the recomputation.
+    """A forward whose activations are recomputed, or its recomputation, while it runs."""
 
-    Attributes:
-        recomputes: whether it is a recomputation.
-        paused: within how many ``kept`` it is, where operations are none of its own.
-    """
-
-    recomputes: bool
-    paused: int
+    recomputes: bool  # whether it is a recomputation
+    paused: int  # within how many ``kept`` it is, where operations are none of its own
 
     def keep(self, what: str, result: Any) -> None:
-        """Keeps the result of a collective."""
+        """In the forward: keeps ``result`` of the collective ``what``."""
 
     def take(self, what: str) -> Any:
-        """Returns what the forward has kept of the collective that comes next."""
+        """In the recomputation: returns the next result kept, which must be of the collective ``what``."""
 
     def keep_no_value(self, tensor: Tensor) -> None:
-        """Keeps nothing but the shape of ``tensor``, if it was to be kept."""
+        """In the forward: keeps only the shape of ``tensor`` if the policy would keep it."""
 
 
 class _Passes(threading.local):
-    """Those under way on this thread, the outermost first. (An accelerator's backward has its own.)"""
+    """The passes under way on this thread, outermost first. (An accelerator's backward has another.)"""
 
     def __init__(self) -> None:
         self.under_way: list[RecomputePass] = []
@@ -55,18 +50,18 @@ _passes = _Passes()
 
 
 def begin_pass(new: RecomputePass) -> None:
-    """``new`` is the innermost pass on this thread until ``end_pass``."""
+    """Makes ``new`` the innermost pass on this thread, until ``end_pass``."""
     _passes.under_way.append(new)
 
 
 def end_pass(ended: RecomputePass) -> None:
-    """Ends ``ended``, and those in it that an exception has left."""
+    """Ends the pass ``ended``, and those inside it that an exception has left open."""
     under_way = _passes.under_way
     del under_way[under_way.index(ended) :]
 
 
 def innermost() -> RecomputePass | None:
-    """The innermost pass on this thread; None where nothing is kept."""
+    """Returns the innermost pass on this thread; None if there is none, or while compiling."""
     if torch.compiler.is_compiling():  # the compiler keeps what the policy tells it to
         return None
     under_way = _passes.under_way
@@ -75,7 +70,7 @@ def innermost() -> RecomputePass | None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """A context whose operations are of no pass under way."""
+    """Context manager whose operations belong to none of the passes under way."""
     under_way = list(_passes.under_way)
     for each in under_way:
         each.paused += 1
@@ -87,12 +82,12 @@ def paused() -> Iterator[None]:
 
 
 def kept(what: str, compute: Callable[[], ResultT]) -> ResultT:
-    """Returns ``compute()``; in a recomputation what it has returned in the forward, without calling it.
+    """Returns ``compute()``; in a recomputation returns the forward's result instead of calling it.
 
     Args:
-        what: the operation, by which a recomputation that takes another way is noticed.
-        compute: issues a collective, and returns its result; it may be still under way, if the caller waits
-            for it before it is read. A tensor it is given may not be what it returns.
+        what: name of the operation; a recomputation that comes to another one is an error.
+        compute: issues a collective and returns its result, which may be still under way if the caller waits
+            before reading it. The result must not be a tensor that ``compute`` was given.
 
     Raises:
         StateError: the recomputation comes to another operation than the forward did.
@@ -119,8 +114,8 @@ def _kept(what: str, compute: Callable[[], ResultT], depth: int) -> ResultT:
 
 
 def with_hooks_of(block: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``recompute`` as a function that runs with the forward hooks that the modules in ``block`` have
-    now: some are there for one forward only, and gone when it is recomputed (peft's of aLoRA)."""
+    """Returns ``recompute`` wrapped so that it runs with the forward hooks that modules in ``block`` have
+    now: some exist during one forward only (peft's of aLoRA), and are gone when it is recomputed."""
     had: list[tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]] = []
     modules: list[Any] = [*block._modules.values()]
     for module in modules:
@@ -153,8 +148,8 @@ def _with_hooks(had: Any, recompute: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def only_summed(tensor: Tensor) -> None:
-    """Says that nothing but the collective that comes next reads ``tensor``: a recomputation, which takes the
-    collective's result, does not need its values."""
+    """Tells the passes under way that only the next collective reads ``tensor``: a recomputation takes that
+    collective's result, and so does not need the tensor's values."""
     if innermost() is not None:
         for each in _passes.under_way:
             each.keep_no_value(tensor)

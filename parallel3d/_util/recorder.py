@@ -132,31 +132,24 @@ _SUFFIXES = re.compile("(_base|_coalesced|_into_tensor|_tensor|_single|_out)+$")
 
 
 def op_of(name: str) -> str:
-    """Returns this package's name of a torch op or method; of a later torch's that is unknown, torch's."""
+    """Returns the name in ``Collective.op`` for a torch op or method; for an unknown one its own name."""
     name = _SUFFIXES.sub("", name.strip("_"))
     return _OPS.get(name, name)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How to read a call of one torch op.
+    """How to find group, sizes and mode in a call of one torch op."""
 
-    Attributes:
-        op: this package's name of it.
-        arguments: their names.
-        group: name of the argument that is the process group.
-        asynchronous: whether it is; None if the argument ``async_op`` says so.
-    """
-
-    op: str
-    arguments: tuple[str, ...]
-    group: str
-    asynchronous: bool | None
+    op: str  # this package's name of it
+    arguments: tuple[str, ...]  # their names
+    group: str  # name of the argument that is the process group
+    asynchronous: bool | None  # None if the argument ``async_op`` says so
 
 
 @cache
 def collective_signature(func: Any) -> Signature | None:
-    """Returns how to read a call of ``func``; None if it is no collective."""
+    """Returns the ``Signature`` of ``func``; None if it is no collective."""
     if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
         return None
     arguments = tuple(argument.name for argument in func._schema.arguments)
@@ -168,7 +161,7 @@ def collective_signature(func: Any) -> Signature | None:
 
 
 class RecordingMode(TorchDispatchMode):
-    """Records the collectives of this thread, and those of the backward passes it starts."""
+    """Dispatch mode that records the collectives of this thread, and of the backwards that it starts."""
 
     def __init__(
         self,
@@ -203,7 +196,6 @@ class RecordingMode(TorchDispatchMode):
         return self.collective(func, signature, values, args, kwargs)
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``func``, which is no collective."""
         return func(*args, **kwargs)
 
     def collective(
@@ -214,7 +206,7 @@ class RecordingMode(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls ``func``, a collective with the arguments ``values`` by name, and records it."""
+        """Calls ``func``, a collective, and records it; ``values``: its arguments by name."""
         # The unit is read before the call; the call is recorded after it, unless it raises.
         unit = issuing.unit
         if self._before is not None and not (issuing.made_of and issuing.noted):
@@ -225,7 +217,7 @@ class RecordingMode(TorchDispatchMode):
         return result
 
     def record(self, signature: Signature, unit: str, values: dict[str, Any], result: Any) -> None:
-        """Adds a call, or adds its bytes to the last one if it is a member of that coalesced call."""
+        """Adds a collective; a member of a coalesced call only adds its bytes to the last one."""
         if issuing.made_of is not None:
             if issuing.noted:
                 return
@@ -269,7 +261,7 @@ class RecordingMode(TorchDispatchMode):
 
 
 def _is_uneven(op: str, values: dict[str, Any]) -> bool:
-    """Whether ranks may pass different numbers of bytes."""
+    """Whether ranks may pass different numbers of bytes to the collective ``op``."""
     if op == "all_to_all":
         splits = [value for name, value in values.items() if "split" in name]
         return not splits or any(map(bool, splits))
@@ -277,7 +269,7 @@ def _is_uneven(op: str, values: dict[str, Any]) -> bool:
 
 
 def _bytes(value: Any) -> int:
-    """Returns the bytes of the tensors in ``value``, on the largest of simulated ranks."""
+    """Returns the bytes of the tensors in ``value``; of simulated ranks' those of the largest."""
     if isinstance(value, torch.Tensor):
         return max(inner.numel() * inner.element_size() for inner in inner_tensors(value))
     if isinstance(value, list | tuple):

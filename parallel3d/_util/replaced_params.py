@@ -26,7 +26,7 @@ _CHECKED = "_parallel3d_checked"
 
 
 class _Replaced:
-    """The place of a replaced Parameter in its model. Dies with the Parameter; is not copied with it."""
+    """Mark on a replaced Parameter: where it was in the model. It is not copied with the Parameter."""
 
     __slots__ = ("__weakref__", "assigned", "attribute", "grad", "module", "name")
 
@@ -45,7 +45,7 @@ class _Replaced:
         return type(None), ()
 
     def is_unused(self, param: nn.Parameter) -> bool:
-        """Whether the model has another Parameter in its place, and it has got no gradient since."""
+        """Whether the model holds another Parameter there, and ``param`` has got no gradient since."""
         module = self.module()
         if module is None or module._parameters.get(self.attribute) is param:
             return False
@@ -55,27 +55,20 @@ class _Replaced:
 def mark_replaced(
     param: nn.Parameter, module: nn.Module, attribute: str, name: str, *, assigned: bool = False
 ) -> None:
-    """Marks ``param``, which is being replaced as ``module``'s ``attribute``.
-
-    Args:
-        name: for the message.
-        assigned: whether it was assigned to the sharded model, which has taken its values only.
-    """
+    """Marks ``param``, which was ``attribute`` of ``module`` and is being replaced. With ``assigned`` it was
+    assigned to a sharded model, which has copied its values and kept its own. ``name``: for messages."""
     global _marked
     if _marked == 0:
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(_check)
     _marked += 1
     setattr(param, _MARK, _Replaced(param, module, attribute, name, assigned))
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _alive:
-        _check(optimizer)
-
-
 @untraced
-def _check(optimizer: Optimizer) -> None:
-    """Raises if ``optimizer`` has replaced Parameters; looks at each optimizer once."""
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hook before steps: raises StateError if ``optimizer`` has replaced Parameters; looks once at each."""
+    if not _alive:
+        return
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     state = _marked, len(params)
     if getattr(optimizer, _CHECKED, None) == state:
@@ -83,18 +76,18 @@ def _check(optimizer: Optimizer) -> None:
     marks = [(param, getattr(param, _MARK, None)) for param in params]
     for param, mark in marks:
         if isinstance(mark, _Replaced) and mark.is_unused(param):
+            name, shape = type(optimizer).__name__, tuple(param.shape)
             if mark.assigned:
                 raise StateError(
-                    f"{type(optimizer).__name__} has a Parameter of shape {tuple(param.shape)} that was "
-                    f"assigned as {mark.name} after the model was sharded. The model has taken its values "
-                    "and kept its own Parameter, so that the step would change nothing. Make the optimizer "
-                    "of model.parameters()"
+                    f"{name} has a Parameter of shape {shape} that was assigned as {mark.name} after the "
+                    "model was sharded. The model has taken its values and kept its own Parameter, so that "
+                    "the step would change nothing. Make the optimizer of model.parameters()"
                 )
             raise StateError(
-                f"{type(optimizer).__name__} was made before the model was sharded: it has parameter "
-                f"{mark.name} of shape {tuple(param.shape)} as it was then, which parallelize or fully_shard "
-                "has replaced, so that its step would change nothing. Make the optimizer after parallelize "
-                "or fully_shard, of model.parameters()"
+                f"{name} was made before the model was sharded: it has parameter {mark.name} of shape "
+                f"{shape} as it was then, which parallelize or fully_shard has replaced, so that its step "
+                "would change nothing. Make the optimizer after parallelize or fully_shard, of "
+                "model.parameters()"
             )
     if not any(isinstance(mark, _Replaced) for _, mark in marks):
         setattr(optimizer, _CHECKED, state)  # else another model may use them: look in each step
@@ -102,7 +95,7 @@ def _check(optimizer: Optimizer) -> None:
 
 @contextmanager
 def marking_replaced(model: nn.Module) -> Iterator[None]:
-    """Marks the Parameters of ``model`` that the body replaces."""
+    """Context manager that marks the Parameters of ``model`` that its body has replaced."""
     before = [
         (param, module, attribute, f"{prefix}.{attribute}" if prefix else attribute)
         for prefix, module in model.named_modules()

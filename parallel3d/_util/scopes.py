@@ -27,10 +27,7 @@ _OF_UNIT = {
     "pre_backward": "pre_backward",
     "finish_backward": "post_backward",
 }
-_OF_CONTEXT = {
-    "prepare_forward": "root_pre_forward",
-    "finish_backward": "root_post_backward",
-}
+_OF_CONTEXT = {"prepare_forward": "root_pre_forward", "finish_backward": "root_post_backward"}
 _OF_COMM = {
     "issue_gather": "all_gather",
     "finish_gather": "all_gather_copy_out",
@@ -40,9 +37,9 @@ _OF_REGISTRAR = {"before_unit": "pre_forward", "after_unit": "post_forward"}
 
 
 def put_around(context: Any, *, on: bool) -> None:
-    """Puts scopes around the phases of ``context``, a ``RunContext``, or takes them away.
+    """Wraps the methods that run phases of a ``RunContext`` in profiler scopes; unwraps them if not ``on``.
 
-    They are attributes of the objects that run phases, and hide the methods of their classes.
+    The wrappers are attributes of the objects, which hide the methods of their classes.
     """
     owners: list[tuple[Any, dict[str, str], Callable[..., str]]] = [
         (context, _OF_CONTEXT, lambda context, *_: context.root.label),

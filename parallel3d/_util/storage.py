@@ -1,5 +1,6 @@
-"""Memory of tensors: views with a storage of their own, and copies."""
+"""Tensors: views with a storage of their own, copies, and values that say that nobody has set a tensor."""
 
+import math
 from contextlib import suppress
 
 import torch
@@ -8,10 +9,10 @@ from parallel3d._torch.simulated import LocalTensor
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage begins and ends with it.
+    """Returns a tensor on the memory of ``view`` whose storage begins and ends with it.
 
-    So saving or copying one parameter doesn't drag the bucket; and torch pickles and deep-copies a
-    DTensor rightly only if its local tensor has no storage offset.
+    So saving or copying one parameter doesn't drag the bucket; and torch pickles and deep-copies a DTensor
+    rightly only if its local tensor has no storage offset.
     """
     if type(view) is not torch.Tensor or view.is_meta:  # simulated ranks, fake tensors
         return view
@@ -21,8 +22,8 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy of ``tensor`` that is equal bit for bit.
 
-    A subclass may define ``clone`` so that it computes: torchao's NF4 quantizes again. So for a subclass with
-    ``__tensor_flatten__`` the inner tensors are copied.
+    A subclass may define ``clone`` so that it computes: torchao's NF4 quantizes again. So the inner tensors
+    of a subclass with ``__tensor_flatten__`` are copied.
     """
     if isinstance(tensor, LocalTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -37,3 +38,25 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     if type(new) is type(tensor):
         return new
     return tensor.clone(memory_format=torch.contiguous_format)  # or it inherits how to make another
+
+
+_NO_BOOL = 85  # a byte that is no bool
+
+
+def fill_unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills ``tensor`` with a value that ``unset_in`` recognises as not set, and returns it."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(math.nan)
+    if tensor.dtype == torch.bool:
+        tensor.view(torch.uint8).fill_(_NO_BOOL)
+        return tensor
+    return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def unset_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of the elements of ``tensor`` that were not set since ``fill_unset``."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.isnan(tensor)
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8) == _NO_BOOL
+    return tensor == torch.iinfo(tensor.dtype).min

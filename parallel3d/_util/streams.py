@@ -29,7 +29,7 @@ _MADE = re.compile(r"^\s*(?:\w+\.)*(\w+)\s*(?::[^=]*)?=[^=][^,]*Stream\(")
 
 
 class FakeEvent:
-    """A point in a stream, or nothing until it is recorded."""
+    """Stands for ``torch.cuda.Event``: a point in a stream, as the clock of what comes before it."""
 
     def __init__(self, streams: Streams, stream: FakeStream | None = None) -> None:
         self.streams = streams
@@ -38,19 +38,19 @@ class FakeEvent:
             self.record(stream)
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """Makes this the end of what was put on ``stream`` so far; by default on the current one."""
+        """Records the end of what was put on ``stream`` (default: the current one) so far."""
         self.clock = dict((stream or self.streams.current_stream()).seen())
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """What is put on ``stream``, by default the current one, from now on comes after this."""
         (stream or self.streams.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """The host waits, and with it what is put on any stream later."""
+        """Makes the host wait for this event, and so all that is put on any stream later."""
         self.streams.host.wait_event(self)
 
     def query(self) -> bool:
-        """Whether it is over: always, as nothing runs. The host knows it from now on."""
+        """Returns True, as nothing really runs. What the host issues from now on comes after the event."""
+        self.streams.asked()
         if self.clock is not None:
             join(self.streams.host.clock, self.clock)
         return True
@@ -60,53 +60,44 @@ class FakeEvent:
 
 
 class FakeStream:
-    """What is put on it comes in this order.
-
-    Attributes:
-        number: 0 is that of the computation, ``HOST`` the host's.
-        name: for people; of a stream that a program makes, the variable that it is assigned to.
-        clock: what comes before the next thing that is put on it.
-    """
+    """Stands for ``torch.cuda.Stream``. ``number``: 0 is the compute stream, ``HOST`` the host itself."""
 
     def __init__(self, streams: Streams, number: int, name: str) -> None:
         self.streams, self.number, self.name = streams, number, name
-        self.clock: Clock = {}
+        self.clock: Clock = {}  # what comes before the next thing that is put on it
         self._before: list[FakeStream] = []  # the current streams around each ``with`` of this one
 
     def seen(self) -> Clock:
-        """Returns the clock, with what the host has waited for: it comes before what the host issues now."""
+        """Returns the clock of what comes before the next thing put on the stream, with the host's waits."""
         if self.number != HOST:
             join(self.clock, self.streams.host.clock)
         return self.clock
 
     def put(self, what: object = None) -> None:
-        """Puts ``what`` on the stream; ``clock`` is then its clock, and has its count."""
+        """Puts ``what`` on the stream: increments the stream's count in ``clock``."""
         clock = self.seen()
         clock[self.number] = clock.get(self.number, 0) + 1
         self.streams.on_put(self, what)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """Returns the end of what was put on the stream so far."""
         if event is None:
             return self.streams.make_event(self)
         event.record(self)
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
-        """What is put on the stream from now on comes after ``event``; one of a real GPU is ignored."""
+        """Makes the stream wait for ``event``; an event of a real GPU is ignored."""
         if isinstance(event, FakeEvent) and event.clock is not None:
             self.streams.waits(self, event.clock)
 
     def wait_stream(self, other: FakeStream) -> None:
-        """What is put on the stream from now on comes after what was put on ``other`` so far."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """The host waits for what was put on the stream so far."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether all of it is over: always, as nothing runs. The host knows it from now on."""
+        """Returns True, as nothing really runs. What the host issues from now on comes after the stream."""
         return self.record_event().query()
 
     def __enter__(self) -> FakeStream:
@@ -127,45 +118,41 @@ class FakeStream:
 
 
 class Streams:
-    """Stands for ``torch.cuda`` where a program makes streams and asks for the current one.
-
-    Attributes:
-        compute: the current stream at first.
-        host: the host, as a stream.
-    """
+    """Stands for ``torch.cuda`` in programs that make streams and ask for the current one."""
 
     def __init__(self) -> None:
-        self.compute = FakeStream(self, 0, "compute")
-        self.host = FakeStream(self, HOST, "host")
+        self.compute = FakeStream(self, 0, "compute")  # the current stream at first
+        self.host = FakeStream(self, HOST, "host")  # the host, as a stream
         self.made: dict[int, FakeStream] = {0: self.compute, HOST: self.host}
         self._numbers = count(1)
         self._current = self.compute
 
     def new_stream(self, name: str) -> FakeStream:
-        """Returns a new stream called ``name``."""
         number = next(self._numbers)
         self.made[number] = FakeStream(self, number, name)
         return self.made[number]
 
     def on_put(self, stream: FakeStream, what: object) -> None:
-        """Called after ``what`` was put on ``stream``."""
+        """Called after ``what`` was put on ``stream``, for subclasses."""
 
     def make_event(self, stream: FakeStream) -> FakeEvent:
-        """Returns the end of what was put on ``stream`` so far."""
         return FakeEvent(self, stream)
 
+    def asked(self) -> None:
+        """Called when the host asks whether an event is over, for subclasses."""
+
     def waits(self, stream: FakeStream, clock: Clock) -> None:
-        """What is put on ``stream`` from now on comes after ``clock``."""
+        """Makes ``stream`` wait for all that ``clock`` counts."""
         join(stream.clock, clock)
 
     # -- torch.cuda's interface
 
     def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> FakeStream:
-        """Returns a new stream, named as the variable in the line that calls this."""
+        """Returns a new stream, whose name is the variable that the caller assigns it to."""
         return self.new_stream(self.name_in_line(1))
 
     def name_in_line(self, depth: int) -> str:
-        """Returns the name of the variable that a caller of the caller, ``depth`` up, assigns a stream to."""
+        """Returns the name of the variable that a caller's line (``depth`` up) assigns a stream to."""
         frame = sys._getframe(depth + 1)
         if frame.f_code is StandIn.__call__.__code__ and frame.f_back is not None:
             frame = frame.f_back
@@ -173,7 +160,6 @@ class Streams:
         return made[1] if made else f"stream {len(self.made) - 1}"
 
     def Event(self, *_: Any, **__: Any) -> FakeEvent:
-        """Returns an event that is not recorded."""
         return FakeEvent(self)
 
     def current_stream(self, device: Any = None) -> FakeStream:
@@ -183,12 +169,10 @@ class Streams:
         return self.compute
 
     def set_stream(self, stream: FakeStream) -> None:
-        """Makes ``stream`` the current one."""
         self._current = stream
 
     @contextmanager
     def stream(self, stream: FakeStream | None) -> Iterator[None]:
-        """``stream`` is the current one in the body; None changes nothing."""
         before = self._current
         self._current = before if stream is None else stream
         try:
@@ -197,7 +181,6 @@ class Streams:
             self._current = before
 
     def synchronize(self, device: Any = None) -> None:
-        """The host waits for all streams."""
         for stream in list(self.made.values()):
             join(self.host.clock, stream.clock)
 
@@ -206,9 +189,10 @@ class Streams:
 
 
 class StandIn:
-    """Replaces a class of torch's, whose instances ``make`` makes; a type in annotations and ``isinstance``.
+    """Replaces a class of torch's in a dry run, where ``make`` makes its instances. It works as a type in
+    annotations and ``isinstance``.
 
-    While no dry run is active it is the class itself: a module that is imported in a dry run may keep it.
+    Without a dry run it makes the class's own: a module imported in a dry run may keep it.
     """
 
     def __init__(self, original: Any, make: Callable[..., Any], kind: type) -> None:
@@ -234,7 +218,7 @@ class StandIn:
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """``clock`` comes after ``other`` too."""
+    """Raises the counts in ``clock`` to those in ``other``, so that it comes after ``other`` too."""
     for number, position in other.items():
         if position > clock.get(number, 0):
             clock[number] = position

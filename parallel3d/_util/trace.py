@@ -10,34 +10,27 @@ from contextlib import contextmanager
 
 
 class _Issuing:
-    """Name of the unit whose collectives are being issued; ``""`` when none is known.
-
-    Attributes:
-        made_of: (kind, bytes) of the collective that the messages now issued make together, or None.
-        noted: whether the recorder has it already.
-        forwards: how many forwards with a gradient roots have begun.
-        runs: how many forwards, with or without.
-        backwards: how many backwards have reached a root.
-        compared: whether ranks compare each collective before it is issued, see ``guards.debug``.
-        on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
-        after_backward: called once when the call of autograd's engine under way has returned; see ``audit``.
-    """
+    """For which unit collectives are issued now, and counters and callbacks that other packages read."""
 
     def __init__(self) -> None:
-        self.unit: str = ""
+        self.unit: str = ""  # "": none is known
         self.call: object = None  # other for each call that is issued member by member
+        # (kind, bytes) of the collective that the messages now issued make together.
         self.made_of: tuple[str, int] | None = None
-        self.noted = False
-        self.forwards = 0
-        self.runs = 0
-        self.backwards = 0
-        self.compared = False
-        self.on_run: Callable[[], None] | None = None
+        self.noted = False  # whether the recorder has it already
+        self.forwards = 0  # with a gradient, that roots have begun
+        self.runs = 0  # forwards with or without
+        self.backwards = 0  # that have reached a root
+        self.compared = False  # whether ranks compare each collective first, see ``guards.debug``
+        self.on_run: Callable[[], None] | None = (
+            None  # called when a forward begins; ``guards.watch``
+        )
+        # Called once when the call of autograd's engine under way has returned; see ``audit``.
         self.after_backward: Callable[[], None] | None = None
 
     @contextmanager
     def as_unit(self, name: str) -> Iterator[None]:
-        """What is issued in the body belongs to the unit ``name``."""
+        """Context manager whose collectives are issued for the unit ``name``."""
         before, self.unit = self.unit, name
         try:
             yield
@@ -46,7 +39,7 @@ class _Issuing:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """What is issued in the body are the members of one call."""
+        """Context manager whose collectives the recorder counts as one coalesced call."""
         self.call = object()
         try:
             yield
@@ -55,7 +48,7 @@ class _Issuing:
 
     @contextmanager
     def messages_of(self, kind: str, size: int) -> Iterator[None]:
-        """What is issued in the body is one collective, or one member, that brings ``size`` bytes."""
+        """Context manager whose point-to-point messages are recorded as one ``kind`` of ``size`` bytes."""
         self.made_of, self.noted = (kind, size), False
         try:
             yield

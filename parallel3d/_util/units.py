@@ -21,45 +21,43 @@ from parallel3d.errors import Parallel3dError
 
 
 class Units(NamedTuple):
-    """The units of a model, except the root.
+    """The units of a model by name; the root is not among them."""
 
-    Attributes:
-        blocks: (name, module) of the repeated blocks, in order; none is inside another.
-        inner: (name, module) of the units inside blocks, the innermost first.
-        embeddings: (name, module) of the token embeddings before the blocks that share no parameter.
-        final_norm_and_head: (name, module) of the modules after the blocks; one unit together.
-    """
-
-    blocks: list[tuple[str, nn.Module]]
-    inner: list[tuple[str, nn.Module]]
-    embeddings: list[tuple[str, nn.Module]]
-    final_norm_and_head: list[tuple[str, nn.Module]]
+    blocks: list[tuple[str, nn.Module]]  # the repeated ones, in order; none is inside another
+    inner: list[tuple[str, nn.Module]]  # the units inside blocks, the innermost first
+    embeddings: list[tuple[str, nn.Module]]  # of tokens, before the blocks; they share no parameter
+    final_norm_and_head: list[
+        tuple[str, nn.Module]
+    ]  # what comes after the blocks; one unit together
 
     @property
     def modules(self) -> list[list[nn.Module]]:
-        """The modules of each unit."""
+        """The modules of each unit, as ``fully_shard`` takes them."""
         alone = [[module] for _, module in (*self.inner, *self.blocks, *self.embeddings)]
         return [*alone, [module for _, module in self.final_norm_and_head]]
 
     def with_inner(self, modules: Mapping[str, tuple[nn.Module, Any]]) -> Units:
-        """Returns these units and the modules (name -> (module, ...)), which lie inside blocks, or the
-        root."""
+        """Returns these units with ``modules``, {name: (module, ...)}, as inner units, too. Those that lie in
+        the root's head are removed from it."""
         known = {id(module) for _, module in self.inner}
         more = [(name, each[0]) for name, each in modules.items() if id(each[0]) not in known]
         inner = sorted([*self.inner, *more], key=lambda each: -each[0].count("."))
-        return self._replace(inner=inner)
+        own = {id(module) for each in modules.values() for module in each[0].modules()}
+        final = [each for each in self.final_norm_and_head if id(each[1]) not in own]
+        return self._replace(inner=inner, final_norm_and_head=final)
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
     """Returns the units of ``model``, which is not changed.
 
-    Blocks are the members of the outermost ``nn.ModuleList`` s (of lists in lists the inner ones', but for
-    norms), of ``nn.ModuleDict`` s whose members are of one class, and numbered children of one class
-    (``block0``, ``block1``, those of an ``nn.Sequential``) that have children themselves; or the outermost
-    modules whose names match ``patterns`` (shell wildcards within a dotted segment). The others that match
-    are units inside the blocks, and so is a module inside a block that the model calls without the block. A
-    module that shares a parameter with another stays with the root, so that tied parameters are in one group.
-    So does one whose weight other code reads without calling it, and what a pattern ``"!embed"`` names.
+    Blocks are, unless ``patterns`` are given: the members of the outermost ``nn.ModuleList`` s (of a list of
+    lists the inner lists' members, without norms), of ``nn.ModuleDict`` s whose members are of one class, and
+    numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that have children
+    themselves. With ``patterns`` (shell wildcards within a dotted segment) blocks are the outermost modules
+    whose names match; other matches are units inside the blocks. A module inside a block that the model calls
+    without the block is a unit, too. The root keeps a module that shares a parameter with another, so that
+    tied parameters are in one group; one whose weight other code reads without calling it; and what a pattern
+    ``"!embed"`` names.
     """
     chosen, left = _chosen(patterns)
     matched = _listed(model) if chosen is None else _matching(model, chosen)
@@ -135,7 +133,7 @@ _BARE = nn.Module()
 
 
 def _held_by(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the modules, plain objects and functions that ``owner`` holds, with their names in it."""
+    """Yields (name, object) of the modules, plain objects and functions that ``owner`` refers to."""
     held: dict[Any, Any] = dict(getattr(owner, "__dict__", {}))
     if isinstance(owner, nn.Module):
         held = {n: v for n, v in held.items() if n not in vars(_BARE)} | owner._modules
@@ -161,7 +159,7 @@ _NO_MODELS = {"torch", "numpy", *sys.stdlib_module_names}
 
 
 def _weights_read(function: ast.AST) -> Iterator[str]:
-    """Yields ``name`` for each ``x.name.weight`` in a function, and where a variable is ``x.name``."""
+    """Yields the name ``n`` for each expression ``x.n.weight``, or ``v.weight`` after ``v = x.n``."""
     variables: dict[str, str] = {}
     for node in ast.walk(function):
         match node:
@@ -181,7 +179,7 @@ def _weights_read(function: ast.AST) -> Iterator[str]:
 def _called_inside(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of what code outside ``blocks`` calls inside one of them, without the block.
+    """Returns (name, module) of modules inside ``blocks`` that code outside calls without calling the block.
 
     An example is ``self.blocks[0].embed(t)``: the hooks of ``blocks[0]`` don't run, so ``embed`` must be a
     unit. Calls through other variables than ``self`` are not seen.
@@ -201,7 +199,7 @@ def _called_inside(
 
 
 def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
-    """Returns the module that an expression such as ``self.blocks[0].norm`` is in a method of ``owner``."""
+    """Returns the module that ``node``, such as ``self.blocks[0].norm``, refers to if self is ``owner``."""
     if isinstance(node, ast.Name):
         return owner if node.id == "self" else None
     around = (
@@ -219,8 +217,8 @@ def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
 
 
 def _functions_of(owner: Any, names: Collection[str]) -> Iterator[ast.AST]:
-    """Yields the syntax of a function, or of a class's own methods, that use one of ``names``, without
-    torch's; of methods that set up, the functions that they define."""
+    """Yields the syntax trees of a function, or of a class's own methods, that use one of ``names``; torch's
+    are skipped. Of methods that initialise the model, only functions defined in them are yielded."""
     if owner.__module__.partition(".")[0] in _NO_MODELS - {"__main__"}:
         return
     members = vars(owner).items() if isinstance(owner, type) else [("", owner)]
@@ -260,7 +258,6 @@ def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the children of ``module`` that are repeated blocks."""
     if isinstance(module, nn.ModuleList):
         return list(_members(module))
     named = module.named_children()
@@ -284,8 +281,8 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _members(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the members of a list that have parameters; of lists in it, which are never called, theirs.
-    Norms in those stay with the root: as a unit each would need a collective for a few numbers."""
+    """Yields the blocks of an ``nn.ModuleList``: its members with parameters; for lists in it, which are
+    never called, their members except norms, as a unit for a few numbers would cost a collective."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child):
             for inner, each in _members(child):
@@ -303,7 +300,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _chosen(patterns: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
-    """Returns the patterns of blocks, None for those found by default, and of what the root keeps."""
+    """Returns (patterns of blocks, None for the default ones; patterns of what stays with the root)."""
     if patterns is None:
         return None, []
     is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
@@ -351,7 +348,7 @@ _LARGE = 100_000_000
 
 
 def of_one_unit(model: nn.Module, units: Units) -> str:
-    """Returns a warning about a large model without blocks; ``""`` for others."""
+    """Returns a warning if a large model has no blocks, so that all of it is one unit; else ``""``."""
     count = sum(p.numel() for p in model.parameters())
     if units.blocks or count <= _LARGE:
         return ""

@@ -10,7 +10,14 @@ from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
-_OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
+_LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
+
+
+def is_users(frame: FrameType, *, ours: bool = False) -> bool:
+    """Whether ``frame`` runs the user's code: outside of torch and Python's library, and outside of
+    parallel3d unless ``ours``."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in _LIBRARIES and (ours or package != "parallel3d")
 
 
 def caller() -> str:
@@ -19,26 +26,20 @@ def caller() -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Returns ``file:line, in function`` of the user's innermost line in the traceback of ``error``.
-
-    It is "" if there is none.
-    """
+    """Returns ``file:line, in function`` of the user's innermost line in a traceback, "" without one."""
     return _users_line(reversed(list(walk_tb(error.__traceback__))))
 
 
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line outside parallel3d, torch and Python's own library, which the user's code may call."""
     for frame, line in frames:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _OURS:
+        if is_users(frame):
             return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     return ""
 
 
 @functools.cache
 def syntax_of(function: Callable[..., Any]) -> ast.Module | None:
-    """Returns the parsed source of ``function``; None if there is none, as of what was typed into an
-    interpreter."""
+    """Returns the parsed source of ``function``; None if its source is not available."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

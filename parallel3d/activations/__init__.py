@@ -9,9 +9,4 @@ if TYPE_CHECKING:
     from parallel3d.activations.offload import OffloadCounts as OffloadCounts
     from parallel3d.activations.offload import offload_counts as offload_counts
 else:
-    export_lazily(
-        __name__,
-        {
-            ".offload": "ActivationOffload OffloadCounts offload_counts",
-        },
-    )
+    export_lazily(__name__, {".offload": "ActivationOffload OffloadCounts offload_counts"})

@@ -10,12 +10,7 @@ from torch import nn
 
 from parallel3d._util.forwards import wrap_forward
 from parallel3d.activations.offload import ActivationOffload, attach, moved_to_host
-from parallel3d.activations.selective import (
-    Policy,
-    keep_costly,
-    partly_recomputed,
-    recomputed,
-)
+from parallel3d.activations.selective import Policy, keep_costly, partly_recomputed, recomputed
 from parallel3d.errors import Parallel3dError
 
 Kind = bool | Literal["selective", "offload"] | ActivationOffload | Policy
@@ -30,7 +25,8 @@ _CHOICES = (
 
 
 def check_kind(value: Any, engine: str) -> None:
-    """Raises Parallel3dError unless ``value`` is a ``Kind`` that ``engine`` can do."""
+    """Raises Parallel3dError unless ``value`` is a valid ``activation_checkpointing`` argument that
+    ``engine`` supports."""
     known = isinstance(value, (bool, ActivationOffload)) or value in ("selective", "offload")
     function = callable(value) and not isinstance(value, type) and not isinstance(value, nn.Module)
     if not known and not function:
@@ -59,12 +55,12 @@ def _check_policy(policy: Policy) -> None:
 
 
 def is_offload(value: Any) -> bool:
-    """Whether ``value`` is ``"offload"`` or its settings."""
+    """Whether ``value`` is ``"offload"`` or an ``ActivationOffload``."""
     return isinstance(value, ActivationOffload) or value == "offload"
 
 
 def name_of(value: Kind) -> str:
-    """A text that is the same on all ranks that were given the same."""
+    """Returns a text for ``value`` that is equal on all ranks with equal values, to compare ranks by."""
     if callable(value) and not isinstance(value, (bool, ActivationOffload)):
         inner = getattr(value, "func", value)  # of a functools.partial
         return f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
@@ -72,7 +68,8 @@ def name_of(value: Kind) -> str:
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], value: Kind) -> None:
-    """Wraps the forwards of ``blocks``, so that backward recomputes what ``value`` says."""
+    """Wraps the forwards of ``blocks`` so that backward recomputes them, as ``value`` says; nothing for False
+    and offload."""
     if value is False or is_offload(value):
         return
     wrapper: Callable[..., Any] = recomputed
@@ -85,7 +82,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], value: Kind) -> None:
 
 def move_activations(blocks: Sequence[nn.Module], value: Kind) -> Callable[[], None]:
     """Wraps the forwards of ``blocks`` if ``value`` is offload. Returns a function to call when the blocks
-    have become units."""
+    have become units, which starts it."""
     if not is_offload(value):
         return lambda: None
     settings = value if isinstance(value, ActivationOffload) else ActivationOffload()

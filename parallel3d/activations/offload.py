@@ -9,20 +9,22 @@ comes at once, stay on the device.
 from __future__ import annotations
 
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel3d._torch.autograd import functorch_is_active, same_version_counter, version_of
+from parallel3d._torch.autograd import functorch_is_active
+from parallel3d._torch.saved import same_version_counter, version_of
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import Forward, as_if
-from parallel3d.activations.pool import HostPool, PoolPiece
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import Option, unit_of, units_of
 
@@ -73,20 +75,100 @@ class OffloadCounts:
     pool_used: int = 0
 
 
+# ---- the pool ----
+
+ALIGNMENT = 512
+"""Bytes of which every piece has a whole number, so that it begins where any dtype may."""
+
+
+class PoolPiece:
+    """A range of bytes in a :class:`HostPool`, which becomes free again when this object is
+    garbage-collected.
+
+    Attributes:
+        start, size: first byte in the pool, and number of bytes.
+    """
+
+    __slots__ = ("_pool", "size", "start")
+
+    def __init__(self, pool: HostPool, start: int, size: int) -> None:
+        self._pool, self.start, self.size = pool, start, size
+
+    def __del__(self) -> None:
+        self._pool.give_back(self.start, self.size)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns its first ``numel`` elements of ``dtype`` as a tensor on the pool's memory."""
+        words = self._pool.words[self.start // 4 : (self.start + self.size) // 4]
+        return words.view(dtype)[:numel]
+
+
+class HostPool:
+    """Memory of ``size`` bytes on ``device``, the CPU, for tensors that are moved off the accelerator;
+    allocated with the first piece.
+
+    A piece gets the first gap that is large enough. Every step allocates and frees the same pieces, the last
+    one first, so the pool doesn't fragment over time.
+
+    Attributes:
+        used, most_used: bytes that are allocated now, and the largest number so far.
+    """
+
+    def __init__(self, size: int, device: torch.device, *, pin: bool) -> None:
+        self.size = size // ALIGNMENT * ALIGNMENT
+        self.used = self.most_used = 0
+        self._device, self._pin = device, pin
+        self._free = [(0, self.size)] if self.size else []  # (start, size), in order
+        self._words: torch.Tensor | None = None
+
+    @property
+    def words(self) -> torch.Tensor:
+        """The pool's memory as a float32 tensor, allocated at the first use."""
+        if self._words is None:
+            with torch.inference_mode(False):
+                self._words = torch.empty(
+                    self.size // 4, dtype=torch.float32, device=self._device, pin_memory=self._pin
+                )
+        return self._words
+
+    def take(self, size: int) -> PoolPiece | None:
+        """Returns a piece of at least ``size`` bytes; None if there is no room."""
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        for at, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
+                self.used += size
+                self.most_used = max(self.most_used, self.used)
+                return PoolPiece(self, start, size)
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        """Marks the bytes of a piece as free, when the piece was garbage-collected."""
+        self.used -= size
+        insort(self._free, (start, size))
+        joined: list[tuple[int, int]] = []
+        for begin, room in self._free:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = joined[-1][0], joined[-1][1] + room
+            else:
+                joined.append((begin, room))
+        self._free = joined
+
+
 # ---- copies ----
 
 
 class _Copies:
-    """Copies beside the computation, on any accelerator with CUDA's stream interface; without a
-    ``device_module`` a copy has ended when its call returns.
+    """Copies between the device and the pool on a stream of their own, beside the computation. Works on any
+    accelerator with CUDA's stream interface; without a ``device_module`` copies are synchronous.
 
     - copies (normal priority): those to the pool and those back. One stream for both, so that a piece of the
       pool may be given to another tensor while a copy still reads it: the copy to it comes after. It is not
       the engine's copy_in, where an all-gather would queue behind a block's activations.
 
-    What is copied out is held until compute has waited for the copy. What is copied back is memory of
-    compute's pool, so ``copies`` waits for compute before it writes, and compute for it before it reads or
-    frees.
+    The source of a copy to the pool is held until the compute stream has waited for the copy. The target of a
+    copy back is memory of the compute stream's allocator, so ``copies`` waits for the compute stream before
+    it writes, and that one for the copy before it reads or frees.
     """
 
     def __init__(self, device_module: Any = None) -> None:
@@ -94,7 +176,7 @@ class _Copies:
         self.copies = None if device_module is None else device_module.Stream()
 
     def issue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Issues copies, (to, from), one of the two in the pool."""
+        """Starts copies for (target, source) pairs; one of the two is in the pool."""
         if self.copies is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -106,11 +188,11 @@ class _Copies:
                 target.copy_(source, non_blocking=True)
 
     def issued(self) -> Any:
-        """Returns the event of the copies so far."""
+        """Returns an event for the end of the copies issued so far; None if they are synchronous."""
         return None if self.copies is None else self.copies.record_event()
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on comes after ``event``."""
+        """Makes the current stream wait for ``event``, one of ``issued``."""
         if event is not None:
             self.device.current_stream().wait_event(event)
 
@@ -119,7 +201,7 @@ class _Copies:
 
 
 class _Moved:
-    """The memory of one storage, in the pool.
+    """The contents of one storage, which were copied to the pool.
 
     Attributes:
         piece: its part of the pool.
@@ -151,13 +233,13 @@ class _Moved:
         copies.issue([(piece.tensor(self.numel, self.dtype), self.source)])
 
     def release(self) -> None:
-        """Compute has waited for the copy to the pool: the source may be freed."""
+        """Drops ``source``, as the compute stream has waited for the copy to the pool."""
         if self.source is not None:
             self.torn = self.source._version != self.version
             self.source = None
 
     def take(self) -> Tensor:
-        """Returns the memory on the device, flat; ``fetched`` or ``source`` is there."""
+        """Returns the storage's contents on the device, flat; StateError if they were changed."""
         memory = self.source if self.source is not None else self.fetched
         assert memory is not None
         if self.torn or (memory is self.source and memory._version != self.version):
@@ -171,38 +253,13 @@ class _Moved:
             self.copies.wait(self.event)
 
 
-class _Handle:
-    """What autograd keeps of a tensor that was moved."""
-
-    __slots__ = ("_as", "dtype", "moved", "record")
-
-    def __init__(self, x: Tensor, moved: _Moved, record: _Offloaded) -> None:
-        self.moved, self.record, self.dtype = moved, record, x.dtype
-        self._as = x.shape, x.stride(), x.storage_offset()
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor, on the device."""
-        if self.moved.source is None and self.moved.fetched is None:
-            self.record.fetch(self.moved)
-        with torch.no_grad():
-            return self.moved.take().view(self.dtype).as_strided(*self._as)
-
-
-class _Stays:
-    """Holds a saved tensor that stays on the device, and its version. Autograd does not check the version of
-    tensors that saved-tensor hooks have packed."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, x: Tensor) -> None:
-        self._tensor = x.detach()  # an output's own graph would hold it
-        self._version = x._version
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor."""
-        if self._tensor._version != self._version:
-            raise _changed(self._tensor)
-        return self._tensor
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Returns ``tensor``, which a block's forward has saved and which has stayed on the device; StateError if
+    its version isn't ``version``. Autograd does not check that for tensors that saved-tensor hooks have
+    packed."""
+    if tensor._version != version:
+        raise _changed(tensor)
+    return tensor
 
 
 def _changed(tensor: Tensor) -> StateError:
@@ -213,7 +270,7 @@ def _changed(tensor: Tensor) -> StateError:
 
 
 class _Offloaded:
-    """What one forward of a block has moved; the graph holds it."""
+    """The storages that one forward of a block has moved to the pool; the autograd graph keeps it alive."""
 
     def __init__(self, counts: OffloadCounts, copies: _Copies) -> None:
         self._counts, self._copies = counts, copies
@@ -221,7 +278,7 @@ class _Offloaded:
         self.event: Any = None
 
     def fetch(self, wanted: _Moved | None = None) -> None:
-        """Issues the copies back of what is in the pool alone, ``wanted`` among it."""
+        """Starts the copies back to the device of all that are in the pool only, and of ``wanted``."""
         alive = dict.fromkeys(m for ref in self.moved if (m := ref()) is not None)
         away = [m for m in alive if m.source is None and m.fetched is None]
         if wanted is not None and wanted not in away:
@@ -239,9 +296,17 @@ class _Offloaded:
         for moved, (target, _) in zip(away, pairs, strict=True):
             moved.event, moved.fetched = event, target
 
+    def restored(self, moved: _Moved, dtype: torch.dtype, *place: Any) -> Tensor:
+        """Returns a saved tensor that was moved, on the device again. ``place``: its shape, strides and
+        storage offset."""
+        if moved.source is None and moved.fetched is None:
+            self.fetch(moved)
+        with torch.no_grad():
+            return moved.take().view(dtype).as_strided(*place)
+
 
 class Offload:
-    """The pool and the copies of one model.
+    """Moves the tensors that one model's blocks save: it has the pool on the CPU, and issues the copies.
 
     Attributes:
         settings: see ``ActivationOffload``.
@@ -253,12 +318,9 @@ class Offload:
         self.counts = OffloadCounts()
         self.pool: HostPool | None = None
         self.copies: _Copies | None = None
-        self._leaving: deque[tuple[Any, list[_Moved]]] = (
-            deque()
-        )  # (event, what is copied out until then)
-        self._known: weakref.WeakValueDictionary[tuple[int, int], _Moved] = (
-            weakref.WeakValueDictionary()
-        )
+        # (event, what is copied out until then), the oldest first.
+        self._leaving: deque[tuple[Any, list[_Moved]]] = deque()
+        self._known = weakref.WeakValueDictionary[tuple[int, int], _Moved]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         return self  # a copy of the model uses the same pool
@@ -268,10 +330,9 @@ class Offload:
 
     def _prepare(self, device: torch.device) -> tuple[HostPool, _Copies]:
         if self.pool is None or self.copies is None:
-            played, real = dry_run.accelerator(), device.type != "cpu"
-            self.copies = _Copies(
-                played or (torch.get_device_module(device.type) if real else None)
-            )
+            played, real = dry_run.played, device.type != "cpu"
+            module = torch.get_device_module(device.type) if real else None
+            self.copies = _Copies(played or module)
             host = torch.device("cpu") if played is None else dry_run.HOST_DEVICE
             size = int(self.settings.pool_gib * 2**30)
             self.pool = HostPool(size, host, pin=real and played is None)
@@ -289,19 +350,19 @@ class Offload:
         moved: list[_Moved] = []
         made: list[_Offloaded] = []
 
-        def pack(x: Tensor) -> _Handle | _Stays:
-            if not self._moves(x, own):
-                return _Stays(x)
+        def pack(x: Tensor) -> Callable[[], Tensor]:
             with torch.no_grad():
-                found = self._move(x, moved)
+                found = self._move(x, moved) if self._moves(x, own) else None
             if found is None:
-                return _Stays(x)
+                # Detached, as an output's own graph would hold it.
+                return partial(_unchanged, x.detach(), x._version)
             if not made:
                 assert self.copies is not None
                 made.append(_Offloaded(self.counts, self.copies))
                 record(made[0])
             made[0].moved.append(weakref.ref(found))
-            return _Handle(x, found, made[0])
+            place = x.shape, x.stride(), x.storage_offset()
+            return partial(made[0].restored, found, x.dtype, *place)
 
         try:
             with saved_tensors_hooks(pack, _unpack):
@@ -314,7 +375,8 @@ class Offload:
         self.settle(all_but=1)
 
     def _moves(self, x: Tensor, own: set[int]) -> bool:
-        """Whether ``x`` is to be moved: a plain tensor, in a large storage of which it is no small part."""
+        """Whether ``x`` is to be moved to the pool: a plain tensor that is most of its storage, which is
+        large and not in ``own``."""
         if hasattr(x, "__tensor_flatten__") or x.layout is not torch.strided or x.is_meta:
             return False
         if x.is_conj() or x.is_neg() or x.is_inference() or not x.numel():
@@ -325,15 +387,12 @@ class Offload:
         return whole % x.element_size() == 0 and id(x.untyped_storage()) not in own
 
     def _move(self, x: Tensor, moved: list[_Moved]) -> _Moved | None:
-        """Issues the copy of the storage of ``x``, unless it is in the pool already; None: no room."""
+        """Starts the copy of the storage of ``x`` to the pool, unless it is there already, and returns it;
+        None if the pool is full. Adds a new one to ``moved``."""
         storage = x.untyped_storage()
         key = id(storage), x._version
         known = self._known.get(key)
-        if (
-            known is not None
-            and known.origin() is storage
-            and same_version_counter(x, known.counter)
-        ):
+        if known and known.origin() is storage and same_version_counter(x, known.counter):
             return known
         pool, copies = self._prepare(x.device)
         piece = pool.take(storage.nbytes())
@@ -352,7 +411,8 @@ class Offload:
             self._leaving.append((self.copies.issued(), moved))
 
     def settle(self, *, all_but: int = 0) -> None:
-        """Lets compute wait for copies to the pool, the oldest first, and frees what they have read."""
+        """Makes the compute stream wait for copies to the pool, oldest first, but not for the last
+        ``all_but``, and frees their sources."""
         while len(self._leaving) > all_but:
             event, moved = self._leaving.popleft()
             assert self.copies is not None
@@ -364,15 +424,16 @@ class Offload:
 _WHOLE = 4  # a view of less than a fourth of its storage stays: who holds the rest keeps the memory anyway
 
 
-def _unpack(packed: _Handle | _Stays) -> Tensor:
-    return packed.tensor()
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()
 
 
 # ---- blocks ----
 
 
 class BlockOffload(Option):
-    """Moves the tensors that one block saves. An option of the block's unit: see ``gather_in_backward``.
+    """Moves the tensors that one block saves. As an option of the block's unit it is called by the engine
+    when the unit is gathered for backward, and copies them back.
 
     Attributes:
         shared: the pool and the copies that all blocks share.
@@ -380,18 +441,15 @@ class BlockOffload(Option):
         records: weak references to the records of its forwards; the latest is last.
     """
 
-    def __init__(self, shared: Offload, *, stays: bool) -> None:
+    def __init__(self, shared: Offload, stays: bool) -> None:
         self.shared, self.stays = shared, stays
         self.records: list[weakref.ref[_Offloaded]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockOffload:
-        return BlockOffload(self.shared, stays=self.stays)
-
-    def __reduce__(self) -> Any:
-        return _restored, (self.shared, self.stays)
+    def __reduce__(self) -> Any:  # for copies of the block too
+        return BlockOffload, (self.shared, self.stays)
 
     def run(self, inner: Forward, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns ``inner(block, ...)``, with what it saves moved."""
+        """Calls the block's forward ``inner``; the tensors that it saves for backward are moved."""
         if self.stays:
             output = inner(block, *args, **kwargs)
             self.shared.settle()
@@ -422,12 +480,8 @@ class BlockOffload(Option):
         self.shared.settle()
 
 
-def _restored(shared: Offload, stays: bool) -> BlockOffload:
-    return BlockOffload(shared, stays=stays)
-
-
 def _memory_of(block: nn.Module) -> list[Any]:
-    """The storages of the parameters that the block's forward computes with, and of its buffers."""
+    """Returns the storages of the parameters that the block's forward computes with, and of its buffers."""
     tensors = [*block.parameters(), *block.buffers()]
     for unit in units_of(block, recurse=True):
         for bucket in unit.group.buckets:
@@ -437,7 +491,7 @@ def _memory_of(block: nn.Module) -> list[Any]:
 
 
 def moved_to_host(inner: Forward) -> Forward:
-    """The wrapper of a block's forward: what it saves is moved."""
+    """Wraps a block's forward: the tensors that it saves for backward are moved to the CPU's memory."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         offload = vars(self).get(ATTRIBUTE)
@@ -449,7 +503,7 @@ def moved_to_host(inner: Forward) -> Forward:
 
 
 def attach(blocks: Sequence[nn.Module], settings: ActivationOffload) -> None:
-    """Moves what ``blocks`` save from now on; their forwards are wrapped, and each is a unit."""
+    """Turns the offload on for ``blocks``: units whose forwards ``moved_to_host`` has wrapped."""
     shared = Offload(settings)
     for block in blocks:
         found = BlockOffload(shared, stays=block is blocks[-1])
@@ -460,7 +514,7 @@ def attach(blocks: Sequence[nn.Module], settings: ActivationOffload) -> None:
 
 
 def counts_of(model: nn.Module) -> OffloadCounts | None:
-    """Returns the counts of ``model``; None: it offloads nothing."""
+    """Returns the :class:`OffloadCounts` of ``model``; None if it doesn't offload activations."""
     blocks = (vars(module).get(ATTRIBUTE) for module in model.modules())
     found = next(filter(None, blocks), None)
     return None if found is None else found.shared.counts

@@ -1,19 +1,24 @@
-"""Selective recomputation: a block's forward keeps the results of some operations, and backward recomputes
-the others from them.
+"""Recomputation of a block in backward: of all of it, or of what its forward has not kept.
 
-Kept results are detached from the graph, and freed as they are used. The calls of each operation are
-numbered. The recomputation makes the same calls in the same order; for a call whose result was kept it
-returns that instead of computing. Results of collectives are kept by ``_util.recompute.kept``, whatever the
-policy says.
+A selective forward keeps the results of some operations, detached from the graph, and frees them as they are
+used. The calls of each operation are numbered. The recomputation makes the same calls in the same order; for
+a call whose result was kept it returns that instead of computing. Results of collectives are kept by
+``_util.recompute.kept``, whatever the policy says.
+
+Buffers that the forward changes, such as BatchNorm's statistics, have in a recomputation the values that they
+had when the forward began, and afterwards are as before it. So outputs, gradients and buffers are those of a
+block without recomputation. A change is detected by a buffer's version counter, or if another tensor has
+replaced it. Small buffers are copied before each forward; larger ones before the first, and later only if a
+forward has changed them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,18 +30,19 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from parallel3d._torch.autograd import (
-    TorchDispatchMode,
-    graph_is_kept,
+from parallel3d._torch.autograd import TorchDispatchMode, graph_is_kept
+from parallel3d._torch.saved import (
+    WRITTEN_WITHOUT_VERSION,
     noted_saves,
+    preserved_versions,
     same_memory,
 )
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._trace.kinds import arguments_of, kind_of, written_by
+from parallel3d._util.dry_run import is_capturing
 from parallel3d._util.forwards import Forward, as_if, without_cache
-from parallel3d._util.recompute import begin_pass, end_pass, with_hooks_of
+from parallel3d._util.recompute import begin_pass, end_pass, paused, with_hooks_of
 from parallel3d._util.trees import map_tensors, tensors_in
-from parallel3d.activations.buffers import buffers_of
 from parallel3d.errors import Parallel3dError, StateError
 
 Policy = Callable[..., Any]
@@ -49,7 +55,7 @@ _NEVER = ("wait_tensor", "detach", "empty", "empty_like", "device")
 
 
 def keep_costly(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of ``"selective"``: keeps matmuls, convolutions, attention and collectives."""
+    """The policy function of ``"selective"``: keeps matmuls, convolutions, attention and collectives."""
     return CheckpointPolicy.PREFER_SAVE if _is_costly(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -65,7 +71,7 @@ def _is_costly(op: Any) -> bool:
 
 @cache
 def _kind_of(op: Any) -> tuple[bool, bool]:
-    """(whether calls of ``op`` are never kept, as those of views are not; whether it writes to arguments)."""
+    """Returns (whether results of ``op`` are never kept, as of views; whether it writes to arguments)."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return False, False
@@ -76,7 +82,8 @@ def _kind_of(op: Any) -> tuple[bool, bool]:
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers: where it is not made again, later ones would differ."""
+    """Whether this call draws random numbers. Its result is then not kept: if the recomputation left the call
+    out, later calls would draw other numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     if all(argument.name != "dropout_p" for argument in op._schema.arguments):
@@ -113,31 +120,24 @@ def _context_of(output: Any) -> SelectiveCheckpointContext:
 # ---- a region: one forward of a block, and its recomputation ----
 
 
-class _Shape:
-    """Stands for a tensor whose values nobody reads."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.like = partial(
-            torch.empty_strided,
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-        )
-
-
 class _Kept:
-    """A tensor that is kept, as it was at that time."""
+    """A result that a forward has kept for the recomputation.
+
+    Attributes:
+        tensor: the result; a function that makes an empty one like it, if nobody reads its values; None after
+            it was freed.
+        version: the result's version when it was kept.
+    """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | _Shape | None = same_memory(tensor)
+        self.tensor: Tensor | Callable[[], Tensor] | None = same_memory(tensor)
         self.version = tensor._version
 
 
 class _Region:
-    """The results that one forward of a block has kept.
+    """What one forward of a block has kept for its recomputation.
 
     Attributes:
         policy: see ``Policy``.
@@ -155,7 +155,7 @@ class _Region:
         self.complete = False
 
     def keep(self, output: Any) -> Any:
-        """Returns ``output`` with a ``_Kept`` for each tensor."""
+        """Returns ``output``, an operation's result, with each tensor replaced by a ``_Kept`` of it."""
 
         def keep(tensor: Tensor) -> Any:
             kept = _Kept(tensor)
@@ -170,23 +170,24 @@ class _Region:
             self.memory.setdefault(id(storage), (storage, []))[1].append(kept)
 
     def take(self, output: Any, *, leave: bool) -> Any:
-        """Returns the tensors of ``output``, which ``keep`` has returned, and frees them unless ``leave``.
+        """Returns a result that ``keep`` has kept as ``output``, as tensors again, and frees it unless
+        ``leave``.
 
         Raises:
             StateError: a tensor was changed since ``keep``, or was freed before.
         """
-        return _map_kept(partial(self._take_one, leave=leave), output)
-
-    def _take_one(self, kept: _Kept, *, leave: bool) -> Tensor:
-        tensor = kept.tensor
+        if isinstance(output, (tuple, list)):
+            return type(output)(self.take(each, leave=leave) for each in output)
+        if not isinstance(output, _Kept):
+            return output
+        kept, tensor = output, output.tensor
         if tensor is None:
             raise StateError(
                 "selective recomputation: a backward comes a second time to a block whose kept results the "
                 "first has freed; give the first backward retain_graph=True"
             )
-        if isinstance(tensor, _Shape):
-            made: Tensor = tensor.like()
-            return made
+        if not isinstance(tensor, Tensor):
+            return tensor()
         if tensor._version != kept.version:
             raise StateError(
                 f"selective recomputation: the result of an operation, {tuple(tensor.shape)} {tensor.dtype}, "
@@ -210,10 +211,8 @@ class _Region:
                     del self.memory[key]
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
-        """Copies what is kept in the memory of ``tensors``, which is about to be overwritten."""
-        if not self.memory:
-            return
-        for tensor in tensors:
+        """Copies kept results whose memory an operation is about to overwrite: that of ``tensors``."""
+        for tensor in tensors if self.memory else ():
             for kept in self._in_memory_of(tensor):
                 old = kept.tensor
                 assert isinstance(old, Tensor)
@@ -223,30 +222,21 @@ class _Region:
                 self._note(kept, copy)  # a recomputation may give it out, and take it again
 
     def keep_no_value(self, tensor: Tensor) -> None:
-        """Keeps nothing but the shape of what is kept in the memory of ``tensor``."""
+        """Frees the kept results in the memory of ``tensor``, of which only the shape will be needed."""
         for kept in self._in_memory_of(tensor):
             old = kept.tensor
             assert isinstance(old, Tensor)
             if old.numel() == tensor.numel():
                 self._forget(kept, old)
-                kept.tensor = _Shape(old)
+                like: Any = {"dtype": old.dtype, "device": old.device}
+                kept.tensor = partial(torch.empty_strided, old.shape, old.stride(), **like)
 
     def _in_memory_of(self, tensor: Tensor) -> list[_Kept]:
-        if not self.memory:
-            return []
         found: dict[int, _Kept] = {}
-        for inner in inner_tensors(tensor):
+        for inner in inner_tensors(tensor) if self.memory else ():
             _, there = self.memory.get(id(inner.untyped_storage()), (None, []))
             found |= {id(kept): kept for kept in there}
         return list(found.values())
-
-
-def _map_kept(fn: Callable[[_Kept], Tensor], value: Any) -> Any:
-    if isinstance(value, _Kept):
-        return fn(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_kept(fn, each) for each in value)
-    return value
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
@@ -259,34 +249,39 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable
 
 
 class _Pass(TorchDispatchMode):
-    """A pass through a region: it sees every operation of it, below autograd."""
+    """A dispatch mode around one run of a block, which sees every operation below autograd: the forward,
+    whose results it keeps, or (``recomputes``) the recomputation, to which it gives them. A second backward
+    enters the latter again.
+
+    See ``_util.recompute.RecomputePass``.
+    """
 
     supports_higher_order_operators = True
-    recomputes = False
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: _Region, *, recomputes: bool) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.recomputes = region, recomputes
         self.paused = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Functions that the block has compiled itself stay compiled within it."""
+        """Returns True: functions that the block has compiled itself stay compiled under this mode."""
         return True
 
     def __enter__(self) -> Any:
+        self.calls: dict[Any, int] = defaultdict(int)
+        self.collectives = 0
+        # Known outside of ``__torch_dispatch__``: which backward this is. One within the forward comes first.
+        self.leave = self.recomputes and (graph_is_kept() or not self.region.complete)
         entered = super().__enter__()
         begin_pass(self)
         return entered
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if not self.recomputes:
+            self.region.complete = True
         end_pass(self)
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -295,32 +290,12 @@ class _Pass(TorchDispatchMode):
         never, writes = _kind_of(func)
         if writes and self.region.memory:
             self.region.before_write(_written(func, args, kwargs))
-        return func(*args, **kwargs) if never else self.call(func, args, kwargs)
+        if never:
+            return func(*args, **kwargs)
+        call = self._call_again if self.recomputes else self._call
+        return call(func, args, kwargs)
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``func``, whose result may be kept."""
-        raise NotImplementedError
-
-    def keep(self, what: str, result: Any) -> None:
-        """See ``_util.recompute.RecomputePass``."""
-        raise NotImplementedError
-
-    def take(self, what: str) -> Any:
-        """See ``_util.recompute.RecomputePass``."""
-        raise NotImplementedError
-
-    def keep_no_value(self, tensor: Tensor) -> None:
-        """See ``_util.recompute.RecomputePass``."""
-
-
-class _Forward(_Pass):
-    """The forward, which keeps."""
-
-    def __exit__(self, *error: Any) -> None:
-        self.region.complete = True
-        super().__exit__(*error)
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         region = self.region
         if region.policy is keep_costly and not _is_costly(func):  # decided without the call
@@ -331,26 +306,7 @@ class _Forward(_Pass):
         region.operations[func].append(kept)
         return output
 
-    def keep(self, what: str, result: Any) -> None:
-        self.region.collectives.append((what, self.region.keep(result)))
-
-    def keep_no_value(self, tensor: Tensor) -> None:
-        self.region.keep_no_value(tensor)
-
-
-class _Recomputation(_Pass):
-    """The recomputation, which takes what was kept. It may be entered again: by a second backward."""
-
-    recomputes = True
-
-    def __enter__(self) -> Any:
-        self.calls: dict[Any, int] = defaultdict(int)
-        self.collectives = 0
-        # Known outside of ``__torch_dispatch__``: which backward this is. One within the forward comes first.
-        self.leave = graph_is_kept() or not self.region.complete
-        return super().__enter__()
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls = self.region.operations.get(func)
         if calls is None:
             return func(*args, **kwargs)
@@ -358,10 +314,16 @@ class _Recomputation(_Pass):
         self.calls[func] = number + 1
         if number >= len(calls):
             raise _differs(f"{func} is called {number + 1} times, not {len(calls)}")
-        kept = calls[number]
-        if kept is None:
+        if calls[number] is None:
             return func(*args, **kwargs)
-        return self.region.take(kept, leave=self.leave)
+        return self.region.take(calls[number], leave=self.leave)
+
+    def keep(self, what: str, result: Any) -> None:
+        self.region.collectives.append((what, self.region.keep(result)))
+
+    def keep_no_value(self, tensor: Tensor) -> None:
+        if not self.recomputes:
+            self.region.keep_no_value(tensor)
 
     def take(self, what: str) -> Any:
         number = self.collectives
@@ -383,15 +345,116 @@ def _differs(how: str) -> StateError:
     )
 
 
-def _contexts(
-    policy: Policy,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(policy: Policy) -> tuple[_Pass, _Pass]:
     region = _Region(policy)
-    return _Forward(region), _Recomputation(region)
+    return _Pass(region, recomputes=False), _Pass(region, recomputes=True)
+
+
+# ---- buffers ----
+
+SMALL = 1 << 16
+"""Bytes; a mask or a table of a block's own may have many, and nobody changes it."""
+
+# Module -> name of a large buffer -> whether a forward has changed it.
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Before:
+    """A buffer as it was before a forward. ``value``: a copy of it, or None if none was made."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
+
+    def has_changed(self) -> bool:
+        """Whether the buffer may have been changed or replaced since then."""
+        return (
+            self.name in WRITTEN_WITHOUT_VERSION
+            or self.module._buffers.get(self.name) is not self.buffer
+            or self.buffer._version != self.version
+        )
+
+    def is_large(self) -> bool:
+        """Whether the buffer is so large that it is copied only if forwards are known to change it."""
+        return self.buffer.nbytes > SMALL and self.name not in WRITTEN_WITHOUT_VERSION
+
+
+class Buffers:
+    """The buffers of a block as before its forward, so that the recomputation has the same values."""
+
+    def __init__(self, before: list[_Before]) -> None:
+        self._before = before
+        for each in before:
+            if not each.is_large() or _changes.get(each.module, {}).get(each.name, True):
+                each.value = each.buffer.detach().clone()
+
+    def forward(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``block``, the block's forward, and notes which large buffers it changes."""
+        output = block(*args, **kwargs)
+        for each in self._before:
+            if each.is_large():
+                known = _changes.setdefault(each.module, {})
+                known[each.name] = each.has_changed() or known.get(each.name, False)
+                if not known[each.name]:
+                    each.value = None
+        return output
+
+    def recompute(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``block`` with the buffers as before ``forward``, then restores the present values."""
+        changed = [each for each in self._before if each.has_changed()]
+        for each in changed:
+            if each.value is None and each.buffer._version != each.version:
+                raise StateError(
+                    f"buffer {each.name} of a {type(each.module).__name__}, {tuple(each.buffer.shape)}, was "
+                    "changed in place since its block's forward began, which earlier forwards had not done: "
+                    "there is no copy of it from which backward could recompute the block. Change it "
+                    "outside of the block, between steps, or use activation_checkpointing=False"
+                )
+        now: list[tuple[_Before, Tensor | None, Tensor | None]] = []
+        with preserved_versions([each.buffer for each in changed]):
+            try:
+                with paused(), torch.no_grad():
+                    for each in changed:
+                        value = None if each.value is None else each.buffer.detach().clone()
+                        now.append((each, each.module._buffers.get(each.name), value))
+                        each.module._buffers[each.name] = each.buffer
+                        if each.value is not None:
+                            each.buffer.copy_(each.value)
+                return block(*args, **kwargs)
+            finally:
+                with paused(), torch.no_grad():
+                    for each, buffer, value in reversed(now):
+                        if value is not None:
+                            each.buffer.copy_(value)
+                        each.module._buffers[each.name] = buffer
+
+
+def buffers_of(block: nn.Module) -> Buffers | None:
+    """Records the buffers of ``block`` and its submodules before a forward; None if there are none."""
+    found: list[_Before] = []
+    waiting: list[nn.Module | None] = [block]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            waiting += module._modules.values()
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_inference():
+                    found.append(_Before(module, name, buffer, buffer._version, None))
+    if not found:
+        return None
+    with paused():
+        return Buffers(found)
+
+
+# ---- blocks ----
 
 
 def recomputed(inner: Forward) -> Forward:
-    """``activation_checkpointing=True``: the forward that keeps its inputs alone."""
+    """Wraps a block's forward for ``activation_checkpointing=True``: it keeps its inputs only, and backward
+    recomputes the rest."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _checkpointed(self, inner, args, kwargs)
@@ -399,8 +462,26 @@ def recomputed(inner: Forward) -> Forward:
     return as_if(forward, inner)
 
 
+class _NoDraws(TorchDispatchMode):
+    """A dispatch mode that raises StateError for an operation that draws random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _draws(func, args, kwargs or {}):
+            raise StateError(
+                f"{func.overloadpacket.__name__} draws random numbers in a recomputed block: a CUDA graph "
+                "would draw others then. Leave activation checkpointing out, or set dropout to 0"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _run_without_draws(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _NoDraws():
+        return block(*args, **kwargs)
+
+
 def _checkpointed(module: nn.Module, inner: Forward, args: Any, kwargs: Any, **options: Any) -> Any:
-    """Calls ``inner``, the forward of ``module``; backward recomputes it."""
+    """Calls ``inner``, the forward of ``module``, by torch's ``checkpoint``, to which ``options`` go, and
+    with the module's buffers restored in the recomputation."""
     block = partial(inner, module)
     if torch.is_grad_enabled():
         kwargs = without_cache(kwargs)
@@ -411,6 +492,9 @@ def _checkpointed(module: nn.Module, inner: Forward, args: Any, kwargs: Any, **o
     known = set(map(id, args))
     others = [t for t in tensors_in((args, kwargs)) if id(t) not in known and not t.is_inference()]
 
+    if is_capturing():  # a graph can't save and restore the state of a generator
+        options = {"preserve_rng_state": False, **options}
+        block = partial(_run_without_draws, block)
     call: Callable[..., Any] = block
     again = with_hooks_of(module, partial(_unchanged, block))
     if torch.is_grad_enabled() and (buffers := buffers_of(module)) is not None:
@@ -425,11 +509,11 @@ def _checkpointed(module: nn.Module, inner: Forward, args: Any, kwargs: Any, **o
 
 
 def _unchanged(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``block`` for a recomputation.
+    """Calls ``block`` for a recomputation, and returns its output.
 
     Raises:
-        StateError: the block changes a tensor that autograd has saved. Autograd itself does not check that
-            for tensors saved through hooks, such as those of torch's checkpoint.
+        StateError: the block changes in place a tensor that autograd has saved. Autograd itself does not
+            check that for tensors saved through hooks, such as those of torch's checkpoint.
     """
     saved: list[tuple[Tensor, int]] = []
     try:
@@ -447,7 +531,8 @@ def _unchanged(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
-    """The wrapper of a forward that keeps what ``policy`` says, and all collectives."""
+    """Returns a wrapper for a block's forward: the results that ``policy`` names, and all collectives, are
+    kept, and backward recomputes the rest."""
     eager = partial(_contexts, policy)
     compiled = partial(create_selective_checkpoint_contexts, _for_compiler(policy))
 
@@ -462,7 +547,7 @@ def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
 
 
 def _for_compiler(policy: Policy) -> Policy:
-    """The policy for torch's own contexts, which a compiler reads: collectives are kept there too."""
+    """Returns ``policy`` as a compiler reads it in torch's own contexts, with collectives kept."""
 
     def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(op, "namespace", "") == _FUNCTIONAL:

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
 from parallel3d._util.arguments import as_bool
+from parallel3d._util.dry_run import note_obstacle
 from parallel3d._util.trees import tensors_in
 from parallel3d.cp.collectives import gather_positions
 from parallel3d.cp.sequence import CpAxis, Sequence
@@ -44,7 +45,7 @@ _DROPPED = (*_LENGTHS, "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a rank must know of a batch of which it holds a part.
+    """What ``shard_batch`` attaches to the tensors that it has cut.
 
     Attributes:
         sequence: how the sequences lie on the ranks; None: every rank has the whole batch.
@@ -62,7 +63,7 @@ WHOLE = Batch(None)
 
 
 def cp_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Returns the axis cp of ``mesh``; None if it has none of more than one rank."""
+    """Returns the cp axis of ``mesh`` as a mesh of one dim; None if there is none or it has one rank."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
     names = mesh.mesh_dim_names or ()
@@ -74,11 +75,8 @@ def cp_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def batch_of(value: Any) -> Batch | None:
-    """Returns the Batch that the tensors in ``value`` belong to; None if ``shard_batch`` made none of them.
-
-    Raises:
-        StateError: they belong to several batches.
-    """
+    """Returns the ``Batch`` that ``shard_batch`` attached to the tensors in ``value``; None if it made none
+    of them, StateError if they are from several calls."""
     found: Batch | None = None
     for tensor in tensors_in(value):
         batch = vars(tensor).get(_ATTRIBUTE) if hasattr(tensor, "__dict__") else None
@@ -89,6 +87,13 @@ def batch_of(value: Any) -> Batch | None:
             )
         found = batch or found
     return found
+
+
+@note_obstacle
+def _cut_outside(model: nn.Module, batch: Any) -> str | None:
+    if batch_of(batch) is None:
+        return None
+    return "the batch was cut by p3d.cp.shard_batch; give the step whole ones, and cut them in it"
 
 
 def shard_batch(
@@ -222,7 +227,7 @@ def gather(x: Tensor, mesh: DeviceMesh, *, like: Any, dim: int = 1) -> Tensor:
 
 
 def join(x: Tensor, dim: int, sequence: Sequence, axis: CpAxis) -> Tensor:
-    """Returns ``x`` of all ranks of ``axis`` along ``dim`` in the sequence's order, without padding."""
+    """All-gathers ``x`` along ``dim``, in the sequence's order, without padding and without a gradient."""
     first = x.detach().movedim(dim, 0)
     rows = first.reshape(1, 1, first.shape[0], -1)
     (whole,) = gather_positions((rows,), sequence, axis)
@@ -234,7 +239,7 @@ def join(x: Tensor, dim: int, sequence: Sequence, axis: CpAxis) -> Tensor:
 
 
 def _items(batch: Any) -> tuple[dict[Any, Any], Any]:
-    """Returns the batch as a dict, and the function that makes such a batch of it again."""
+    """Returns the batch as a dict, and a function that makes the original type of such a dict."""
     if isinstance(batch, Mapping):
         return dict(batch), lambda items: items
     if isinstance(batch, Tensor):
@@ -249,7 +254,7 @@ def _items(batch: Any) -> tuple[dict[Any, Any], Any]:
 
 
 def _dims_of(items: dict[Any, Any], dims: Any, is_dict: bool) -> dict[Any, int | None]:
-    """Returns the dim of the sequence of each item; None for those that stay."""
+    """Returns item -> its sequence dim; None for one that isn't cut. Parallel3dError for unknown keys."""
     found: dict[Any, int | None] = {}
     for place, (name, value) in enumerate(items.items()):
         if not isinstance(value, Tensor) or (value.numel() == 1 and value.dim() < 2):
@@ -280,7 +285,7 @@ def _dims_of(items: dict[Any, Any], dims: Any, is_dict: bool) -> dict[Any, int |
 
 
 def _pads(whole: _Uncut, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]:
-    """Returns the value of padding of each item."""
+    """Returns item -> its padding value; Parallel3dError if one is needed and not known."""
     found: dict[Any, Any] = {}
     for place, (name, dim) in enumerate(whole.where.items()):
         if dim is None:
@@ -304,15 +309,11 @@ def _pads(whole: _Uncut, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]
 
 
 class _Uncut:
-    """A batch of whole sequences.
+    """A batch of whole sequences, ``rows`` of ``length`` tokens, before it is cut.
 
     Attributes:
         items: name -> value.
-        where: name -> the dim of the value that is the sequence; None: the value is not cut.
-        length: tokens of a sequence.
-        rows: number of sequences.
-        device: device of the sequences.
-        documents, key_mask: see ``shard_batch``.
+        where: name -> the value's sequence dim; None: it is not cut.
     """
 
     def __init__(
@@ -334,11 +335,11 @@ class _Uncut:
         self.rows = max([1, *(x.shape[dim] for x, dim in others if x.dim() > 1)])
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds an item whose dim 1 is the sequence."""
+        """Adds a tensor whose dim 1 is the sequence to the batch's items."""
         self.items[name], self.where[name] = value, 1
 
     def set_documents(self, seq_lens: Any) -> None:
-        """Sets the document of each token, (rows, length), by lengths or cumulated lengths."""
+        """Sets ``documents``, (rows, length), from each row's lengths of documents, or cumulated lengths."""
         rows, length = self.rows, self.length
         lists = seq_lens.tolist() if isinstance(seq_lens, Tensor) else list(seq_lens)
         if not lists or not isinstance(lists[0], (list, tuple, Tensor)):
@@ -360,7 +361,8 @@ class _Uncut:
         self.documents = torch.stack(out).expand(rows, -1).to(self.device)
 
     def padded_documents(self, chunks: int) -> Tensor | None:
-        """Returns the documents, with a number of its own for the padding."""
+        """Returns ``documents`` padded to a multiple of ``chunks`` tokens, with the document number -1 for
+        padding; None if there are none."""
         documents, shape = self.documents, (self.rows, self.length)
         if documents is None:
             return None
@@ -374,7 +376,9 @@ class _Uncut:
         return torch.cat([documents, last], 1) if missing else documents
 
     def add_for_transformers(self, shift: bool, size: int) -> None:
-        """Adds what a Hugging Face model needs of whole sequences on ``size`` ranks."""
+        """Adds the items that a Hugging Face model would otherwise compute from its part of the sequence:
+        ``position_ids``, ``attention_mask``, and with labels ``shift_labels`` and ``num_items_in_batch``.
+        ``shift``: as in ``shard_batch``; ``size``: ranks of cp."""
         items, shape = self.items, (self.rows, self.length)
         mask = items.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() != 2:
@@ -406,16 +410,18 @@ class _Uncut:
 
 
 def restarting(documents: Tensor) -> Tensor:
-    """Returns positions that begin at 0 in each document, (rows, length)."""
+    """Returns positions, (rows, length), that begin at 0 in each document of ``documents``, (rows, length)
+    document numbers."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.cat([torch.ones_like(documents[:, :1]), documents.diff(dim=1)], 1) != 0
     return places - torch.where(begins, places, 0).cummax(1).values
 
 
 def _from_positions(positions: Tensor) -> Tensor | None:
-    """Returns the document of each token where positions do not go on by one; None if there is one only."""
+    """Returns document numbers, (rows, length): a new document begins wherever ``positions`` don't increase
+    by 1. None if there is only one document."""
     begins = positions.diff(dim=1) != 1
-    numbers = torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(1)], 1)
-    if not ranks_are_simulated() and numbers.device.type == "cpu" and not bool(begins.any()):
+    known = not ranks_are_simulated() and begins.device.type == "cpu"  # without a wait
+    if known and not bool(begins.any()):
         return None
-    return numbers
+    return torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(1)], 1)

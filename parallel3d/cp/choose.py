@@ -1,4 +1,5 @@
-"""Heads and bytes of each kind of attention, and the choice between them: pure numbers."""
+"""Which heads each rank has in Ulysses, what each kind of attention communicates, and the choice of a kind:
+numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ GATHERED = 256 << 20
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's heads in Ulysses.
+    """The heads that one rank has in Ulysses.
 
     Attributes:
-        first, number: its query heads.
-        kv_first, kv_number: the K/V heads that these attend to.
-        kv_of: for each of its query heads the index of the K/V head, among the rank's own; None if the K/V
-            heads have equally many query heads, in order, as attention kernels expect.
+        first, number: its first query head, and how many it has.
+        kv_first, kv_number: the same of the K/V heads that these attend to.
+        kv_of: for each of its query heads the index of the K/V head among the rank's own; None if the usual
+            grouping holds (all K/V heads have equally many query heads, in order), as attention kernels
+            expect.
     """
 
     first: int
@@ -34,14 +36,9 @@ class Share:
 
 
 def share_heads(heads: int, kv_heads: int, size: int) -> tuple[Share, ...]:
-    """Returns each rank's heads: query heads as evenly as possible, with the K/V heads that they attend to.
-
-    Args:
-        heads, kv_heads: numbers of heads that tensor parallelism leaves to this rank.
-
-    Raises:
-        PlanError: there are fewer query heads than ranks.
-    """
+    """Divides the heads of an attention over ``size`` ranks: query heads as evenly as possible, each rank
+    with the K/V heads that they attend to. ``heads``, ``kv_heads``: numbers of heads that tensor parallelism
+    leaves. Raises PlanError if there are fewer query heads than ranks."""
     if heads < size:
         raise PlanError(
             f'kind="ulysses" gives each of cp={size} ranks whole heads, and there are {heads} (after tp has '
@@ -127,7 +124,7 @@ def bytes_per_layer(
 
 @dataclass(frozen=True)
 class Choice:
-    """A kind of attention, and a sentence that says why."""
+    """A kind of attention, ``kind``, and a sentence that says why it was chosen, ``reason``."""
 
     kind: Kind
     reason: str
@@ -156,14 +153,8 @@ def choose(
         causal: whether queries see no later keys.
         balanced: whether each rank has a head and a tail of the sequence.
     """
-    numbers: dict[str, Any] = {
-        "size": size,
-        "batch": batch,
-        "length": length,
-        "heads": heads,
-        "kv_heads": kv_heads,
-    }
-    numbers |= {"channels": channels, "itemsize": itemsize}
+    numbers: dict[str, Any] = {"size": size, "batch": batch, "length": length, "heads": heads}
+    numbers |= {"kv_heads": kv_heads, "channels": channels, "itemsize": itemsize}
     gathered = bytes_per_layer("gather", **numbers).sent
     whole = 2 * batch * length * kv_heads * channels * itemsize
     if heads % size == 0:

@@ -37,58 +37,44 @@ from parallel3d.cp.sequence import CpAxis, Sequence
 
 Heads = tuple[tuple[int, int], ...]
 """For each rank: its first head, and its number of heads."""
-
-
 Splits = Callable[[int], list[int]]
 """A function of a rank: numbers of elements that it sends to each rank, or gets from each."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Which heads of each tensor each rank has, and how positions lie on the ranks.
-
-    Attributes:
-        heads: one entry for each tensor of a call.
-    """
+    """How the tensors of one all-to-all are divided: ``sequence`` by positions; ``heads``: for each tensor,
+    for each rank (first head, number of heads)."""
 
     sequence: Sequence
     heads: tuple[Heads, ...]
 
 
 def to_heads(tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis) -> tuple[Tensor, ...]:
-    """Returns all positions of this rank's heads.
-
-    Args:
-        tensors: (B, heads, rows, D_i) each: this rank's positions of all heads.
-
-    Returns: (B, this rank's heads, padded length, D_i) each.
-    """
+    """Exchanges positions for heads by an all-to-all: from this rank's positions of all heads, (B, heads,
+    rows, D_i), to all positions of this rank's heads, (B, this rank's heads, padded length, D_i), for each
+    tensor."""
     return _apply("to_heads", layout, axis, tensors)
 
 
 def to_positions(
     tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis
 ) -> tuple[Tensor, ...]:
-    """Returns this rank's positions of all heads: the transpose of ``to_heads``, which sums where ranks share
-    heads."""
+    """The way back from ``to_heads``: returns this rank's positions of all heads. Where ranks share a head,
+    their values are summed."""
     return _apply("to_positions", layout, axis, tensors)
 
 
 def gather_positions(
     tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis
 ) -> tuple[Tensor, ...]:
-    """Returns all positions of each of ``tensors``; the ranks' gradients are summed, in one reduce-scatter.
-
-    Args:
-        tensors: (B, heads, rows, D_i) each, of one dtype.
-
-    Returns: (B, heads, padded length, D_i) each.
-    """
+    """All-gathers ``tensors``, of one dtype, along the sequence: (B, heads, rows, D_i) each -> (B, heads,
+    padded length, D_i). In the backward the ranks' gradients are summed, in one reduce-scatter."""
     return _apply("gather", sequence, axis, tensors)
 
 
 def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
-    """Returns (B, padded length) of ``flags``, (B, rows) bool, without a gradient."""
+    """All-gathers ``flags``, (B, rows) bool, along the sequence: (B, padded length), without a gradient."""
     if axis.size == 1:
         return flags
     bytes_ = (flags[:, None, :, None].to(torch.uint8),)
@@ -97,11 +83,9 @@ def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
 
 
 class Rotation:
-    """A step of the ring under way: this rank sends ``x`` to the next rank and receives the previous rank's.
-
-    The constructor issues it. ``x``, of one size on all ranks, must not be written or freed before
-    ``wait()``.
-    """
+    """A step of the ring: this rank sends ``x`` to the next rank and receives the tensor of the previous one.
+    The messages are issued at once; ``x``, of one size on all ranks, must not be written or freed before
+    ``wait()``."""
 
     def __init__(self, x: Tensor, axis: CpAxis) -> None:
         n, size = x.numel(), axis.size
@@ -114,7 +98,7 @@ class Rotation:
         )
 
     def wait(self) -> Tensor:
-        """Returns what the previous rank has sent, flat."""
+        """Waits, and returns the tensor that the previous rank has sent, flat."""
         if self._work is not None:
             self._work.wait()
         return self._received()
@@ -146,10 +130,10 @@ class _AcrossRanks(torch.autograd.Function):
 
 def _to_heads(tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis) -> tuple[Tensor, ...]:
     sequence, size = layout.sequence, axis.size
-    shapes = [_no_heads(x) for x in tensors]
+    shapes = [(x.shape[0], x.shape[2], x.shape[3]) for x in tensors]
 
     def pack(*tensors: Tensor) -> Tensor:
-        """For each rank its heads of each tensor."""
+        """Returns, flat, for each rank its heads of each tensor."""
         return _packed(
             [
                 x.narrow(1, *heads[to])
@@ -224,14 +208,11 @@ _OPERATIONS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
 }
 
 
-def _no_heads(x: Tensor) -> tuple[int, int, int]:
-    return x.shape[0], x.shape[2], x.shape[3]
-
-
 def _splits(
     layout: HeadLayout, shapes: list[tuple[int, int, int]], size: int
 ) -> tuple[Splits, Splits] | None:
-    """What each rank sends to each in ``to_heads``, and what it gets from each; None: equal parts."""
+    """Returns the numbers of elements that a rank sends to each rank in ``to_heads``, and gets from each;
+    None: all are equal. ``shapes``: (B, rows, D) of each tensor."""
     elements = [
         sum(heads[to][1] * b * s * d for heads, (b, s, d) in zip(layout.heads, shapes, strict=True))
         for to in range(size)
@@ -244,14 +225,12 @@ def _splits(
 def _exchange(
     flat: Tensor, splits: tuple[Splits, Splits] | None, axis: CpAxis, *, async_op: bool = False
 ) -> tuple[Callable[[], Tensor], Any, Tensor]:
-    """Issues an all-to-all of the elements of ``flat``.
+    """Issues an all-to-all of the elements of ``flat``. ``splits``: numbers of elements that a rank sends to
+    each rank, and gets from each; None: equal parts.
 
-    Args:
-        splits: two functions of a rank: numbers of elements that it sends to each rank, and that it gets
-            from each; None: equal parts.
-
-    Returns: a function that returns what this rank gets, one rank after another; the work to wait for before
-    it is called, None if not ``async_op``; and the tensor that is sent.
+    Returns:
+        A function that returns what this rank got, one rank after another; the work to wait for before it is
+        called (None if not ``async_op``); and the tensor that is sent, which must be kept until then.
     """
     group, size = axis.group, axis.size
     async_op = async_op and not torch.compiler.is_compiling()  # which would break the graph
@@ -289,7 +268,7 @@ def _exchange(
 
 
 def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
-    """(cp, B, H, rows, D), the ranks' positions -> (B, H, padded, D) in the sequence's order."""
+    """Returns the ranks' positions, (cp, B, H, rows, D), in the sequence's order: (B, H, padded, D)."""
     if not sequence.balanced:
         return rearrange(stacked, "cp b h rows d -> b h (cp rows) d")
     head, tail = rearrange(stacked, "cp b h (ends rows) d -> ends cp b h rows d", ends=2)
@@ -297,7 +276,7 @@ def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
 
 
 def _by_rank(sequence: Sequence, *tensors: Tensor) -> Tensor:
-    """(B, H, padded, D) each -> flat: for each rank, its positions of each of the tensors."""
+    """Returns, flat, for each rank its positions of each of ``tensors``, (B, H, padded, D) each."""
     size, ends = sequence.size, sequence.chunks // sequence.size
     sizes = [x.numel() // size for x in tensors]
     flat = tensors[0].new_empty(size * sum(sizes))
@@ -312,14 +291,14 @@ def _by_rank(sequence: Sequence, *tensors: Tensor) -> Tensor:
 
 
 def _packed(tensors: list[Tensor]) -> Tensor:
-    """All elements, one tensor after another."""
+    """Returns one flat tensor with the elements of all tensors, one after another."""
     flat = tensors[0].new_empty(sum(x.numel() for x in tensors))
     foreach_copy_(list(views_like(flat, tensors)), tensors)
     return flat
 
 
 def _join_heads(parts: list[Tensor], heads: Heads) -> Tensor:
-    """The ranks' heads of a tensor; where they share one, the sum."""
+    """Returns all heads in one tensor from the ranks' ``parts``; a head of several ranks is their sum."""
     total = sum(heads[-1])  # the last rank has the last one
     if sum(number for _, number in heads) == total:
         return torch.cat(parts, 1)

@@ -33,14 +33,13 @@ _PREFIX = "parallel3d_cp_"
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers'."""
     return hasattr(model, "config") and any(
         cls.__module__.startswith("transformers.") for cls in type(model).__mro__
     )
 
 
 def adopt(model: nn.Module) -> None:
-    """Makes the modules of ``model`` whose config names an attention function call ours."""
+    """Makes modules of ``model`` whose config names an attention function call the functions of this file."""
     configs: dict[int, Any] = {
         id(m.config): m.config
         for m in model.modules()
@@ -60,7 +59,8 @@ def adopt(model: nn.Module) -> None:
 
 @functools.cache
 def _register(plain: str) -> str:
-    """Registers our functions for models whose config says ``plain``; returns their name."""
+    """Registers our attention and mask functions in transformers for models whose config names the function
+    ``plain``; returns the name under which they are registered."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -74,18 +74,20 @@ def _register(plain: str) -> str:
 
 
 def masks_file() -> str:
-    """The file of the code that makes masks. What it computes is for masks only, which are not made."""
+    """Returns the path of transformers' code that makes masks; a trace leaves out the operations of this
+    file, as mask tensors are not made."""
     from transformers import masking_utils
 
     return masking_utils.causal_mask_function.__code__.co_filename
 
 
 class LazyMask:
-    """A mask as a function of positions, without a tensor.
+    """Takes the place of a mask tensor of transformers, and keeps the function of positions that it would be
+    made by.
 
-    Attributes:
-        plain: the name of the plain model's functions.
-        options: the arguments that transformers passes to a function that creates masks.
+    Args:
+        plain: name of the attention function in the plain model.
+        options: arguments that transformers passes to its function that creates masks.
     """
 
     def __init__(self, plain: str, options: dict[str, Any]) -> None:
@@ -109,13 +111,13 @@ class LazyMask:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """``(batch, head, query, key) -> bool``."""
+        """The mask function: ``(batch, head, query, key) -> bool`` on positions."""
         from transformers.masking_utils import causal_mask_function
 
         return self.options.get("mask_function", causal_mask_function)
 
     def make(self) -> Any:
-        """Returns the mask of the plain model, for whole sequences."""
+        """Returns the mask tensor of the plain model, for a rank that has whole sequences."""
         if not self._made:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -123,12 +125,33 @@ class LazyMask:
         return self._made[0]
 
     def rules(self) -> MaskRules:
-        """Returns the arguments of ``attention`` that are equal to the mask function.
+        """Returns the mask as arguments of ``cp.attention``; PlanError if it is made of tensors, which would
+        be of this rank's part of the sequence."""
+        from transformers import masking_utils as hf
 
-        Raises:
-            PlanError: the mask depends on this rank's part of the sequence.
-        """
-        return _rules(self.function, bool(self.options.get("use_vmap")))
+        function = self.function
+        if function is hf.causal_mask_function:
+            return MaskRules(True)
+        if function is hf.bidirectional_mask_function:
+            return MaskRules(False)
+        parts = _and_parts(function)
+        kinds = [_kind(part) for part in parts]
+        if len(parts) == 2:
+            numbers = dict(kinds)
+            window = numbers.get("sliding_window_overlay")
+            both = numbers.get("sliding_window_bidirectional_overlay")
+            if window is not None and hf.causal_mask_function in parts:
+                return MaskRules(True, window)
+            if both is not None and hf.bidirectional_mask_function in parts:
+                return MaskRules(False, (both, both))
+        if self.options.get("use_vmap") or any(t.dim() > 1 for t in _tensors_of(function)):
+            raise PlanError(
+                "context parallelism: the model makes a mask from tensors of its part of the sequence "
+                "(packed documents, blocks of images, a mask function of its own); give documents to "
+                "p3d.cp.shard_batch as seq_lens or position_ids"
+            )
+        chunked = any(name == "chunked_overlay" for name, _ in kinds)
+        return MaskRules(hf.causal_mask_function in parts, None, function, chunked)
 
 
 def _refuse_reading() -> NoReturn:
@@ -141,7 +164,8 @@ def _refuse_reading() -> NoReturn:
 
 @dataclass(frozen=True)
 class MaskRules:
-    """A mask: causal, within a window, and a function for what remains."""
+    """A mask as ``cp.attention`` takes it: ``causal``, ``window`` and, for any other mask, ``function`` (its
+    ``mask_function``). ``chunked``: whether it is one of chunks of the sequence."""
 
     causal: bool
     window: int | tuple[int, int] | None = None
@@ -154,35 +178,8 @@ def _mask(plain: str, *args: Any, **options: Any) -> LazyMask:
     return LazyMask(plain, {**dict(zip(names, args, strict=False)), **options})
 
 
-def _rules(function: Callable[..., Any], use_vmap: bool) -> MaskRules:
-    from transformers import masking_utils as hf
-
-    if function is hf.causal_mask_function:
-        return MaskRules(True)
-    if function is hf.bidirectional_mask_function:
-        return MaskRules(False)
-    parts = _and_parts(function)
-    kinds = [_kind(part) for part in parts]
-    if len(parts) == 2:
-        window = next((k[1] for k in kinds if k[0] == "sliding_window_overlay"), None)
-        both = next((k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None)
-        if window is not None and hf.causal_mask_function in parts:
-            return MaskRules(True, window)
-        if both is not None and hf.bidirectional_mask_function in parts:
-            return MaskRules(False, (both, both))
-    local = _tensors_of(function)
-    if use_vmap or any(t.dim() > 1 for t in local):
-        raise PlanError(
-            "context parallelism: the model makes a mask from tensors of its part of the sequence (packed "
-            "documents, blocks of images, a mask function of its own); give documents to p3d.cp.shard_batch "
-            "as seq_lens or position_ids"
-        )
-    chunked = any(kind[0] == "chunked_overlay" for kind in kinds)
-    return MaskRules(hf.causal_mask_function in parts, None, function, chunked)
-
-
 def _and_parts(function: Any) -> tuple[Any, ...]:
-    """The functions of which ``function`` is the conjunction."""
+    """Returns the functions that ``function`` joins (transformers' ``and_masks``), or the function itself."""
     if getattr(function, "__qualname__", "").startswith("and_masks."):
         inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
         return tuple(part for each in inner for part in _and_parts(each))
@@ -190,14 +187,15 @@ def _and_parts(function: Any) -> tuple[Any, ...]:
 
 
 def _kind(function: Any) -> tuple[str, Any]:
-    """The name of the function that has made this one, and the number that it was given."""
+    """Returns the name of the transformers function that made this mask function, and the int that it was
+    given (a window)."""
     name = getattr(function, "__qualname__", "").partition(".")[0]
     closure = getattr(function, "__closure__", None) or ()
     return name, next((c.cell_contents for c in closure if isinstance(c.cell_contents, int)), None)
 
 
 def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """The tensors that a function reads from the functions around it."""
+    """Returns the tensors in the closure of ``function``, and in those of functions there."""
     seen = set() if seen is None else seen
     found: list[Tensor] = []
     values: list[Any] = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
@@ -220,18 +218,16 @@ def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
 # ---- attention ----
 
 # Arguments of attention functions that don't change its result.
-_HARMLESS = frozenset(
-    {
-        *("sliding_window", "position_ids", "use_cache", "output_attentions", "cache_position"),
-        *("output_hidden_states", "past_key_values", "num_items_in_batch", "output_router_logits"),
-        *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
-    }
+_HARMLESS = (
+    *("sliding_window", "position_ids", "use_cache", "output_attentions", "cache_position"),
+    *("output_hidden_states", "past_key_values", "num_items_in_batch", "output_router_logits"),
+    *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
 )
 
 
 class HfCall(NamedTuple):
-    """A call of an attention function of transformers; ``plain``: its name in the plain model."""
+    """The arguments of a call of transformers' attention function, which is named ``plain``."""
 
     plain: str
     module: nn.Module
@@ -255,7 +251,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: (batch, heads, length, size) -> (batch, length, heads, size)."""
+    """The function that transformers calls: (batch, heads, length, size) -> (batch, length, heads, size)."""
     state = state_of(module)
     call = HfCall(plain, module, query, key, value, attention_mask, dropout, scaling, kwargs)
     if isinstance(state, Tracing):
@@ -280,26 +276,16 @@ def _run(state: CpState | None, call: HfCall) -> tuple[Tensor, Tensor | None]:
     sees = rules.function
     if sees is not None and batch.sequence.documents is not None:
         sees = _within_documents(sees, restarting(batch.sequence.documents))
-    output = state.attend(
-        path_of(module),
-        batch,
-        query,
-        key,
-        value,
-        causal=rules.causal,
-        window=rules.window,
-        mask_function=sees,
-        key_mask=key_mask,
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout_p=dropout,
-    )
+    options: dict[str, Any] = {"causal": rules.causal, "window": rules.window, "key_mask": key_mask}
+    options |= {"mask_function": sees, "scale": scaling, "dropout_p": dropout}
+    options |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    output = state.attend(path_of(module), batch, query, key, value, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _within_documents(function: Callable[..., Any], places: Tensor) -> Callable[..., Any]:
-    """Returns a mask function that is asked with positions in documents, as transformers asks it."""
+    """Returns ``function`` called with positions in their documents (``places``, (batch, padded)) instead of
+    positions in the sequence, as transformers calls it for packed documents."""
 
     def asked(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
         at = value_here(places)
@@ -309,7 +295,8 @@ def _within_documents(function: Callable[..., Any], places: Tensor) -> Callable[
 
 
 def _mask_rules(call: HfCall) -> tuple[MaskRules, Tensor | None]:
-    """Returns the rules of a call's mask, and which keys it hides."""
+    """Returns the mask of a call as :class:`MaskRules`, and as a (batch, keys) tensor of those that may be
+    attended to (None: all). Raises PlanError for other masks."""
     mask, module = call.mask, call.module
     if isinstance(mask, LazyMask):
         return mask.rules(), None
@@ -331,7 +318,7 @@ def _mask_rules(call: HfCall) -> tuple[MaskRules, Tensor | None]:
 
 
 def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
-    """Returns the attention function of the plain model; eager attention is each model's own."""
+    """Returns transformers' attention function ``plain``; ``"eager"``: the one in the module's file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own: Any = next(
@@ -348,7 +335,7 @@ def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _traced(state: Tracing, call: HfCall) -> Tensor:
-    """Attention in the copy of a model whose forward is recorded."""
+    """Records a call of attention in the traced copy of a model, and adds a proof for its kind."""
     _, module, query, key, value, mask, _, scaling, kwargs = call
     for name, given in kwargs.items():
         if given is None or name in _HARMLESS:
@@ -379,11 +366,7 @@ def _traced(state: Tracing, call: HfCall) -> Tensor:
 
 
 def _prove(call: HfCall, rules: MaskRules | None) -> None:
-    """Compares the plain model's attention function with ours, on random numbers.
-
-    Raises:
-        PlanError: they are not equal.
-    """
+    """Compares transformers' attention with ``cp.attention`` on random numbers; PlanError if they differ."""
     plain, module, scaling = call.plain, call.module, call.scaling
     generator = torch.Generator().manual_seed(0)
 
@@ -391,10 +374,8 @@ def _prove(call: HfCall, rules: MaskRules | None) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def weights(p: nn.Parameter) -> nn.Parameter:  # a matrix is not read here
-        made = (
-            random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
-        )
-        return nn.Parameter(made, requires_grad=False)
+        one = torch.ones((), dtype=torch.float64).expand(p.shape)
+        return nn.Parameter(random(p.shape) if p.dim() < 2 else one, requires_grad=False)
 
     copied = copy_with(module, weights).eval()
     names = {id(p): name for name, p in module.named_parameters()}
@@ -421,26 +402,15 @@ def _prove(call: HfCall, rules: MaskRules | None) -> None:
     if rules is not None:
         mask = seen.expand(q.shape[0], 1, length, length)
         if plain == "eager":
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(
-                ~mask, torch.finfo(q.dtype).min
-            )
+            least = torch.finfo(q.dtype).min
+            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, least)
     name = type(module).__name__
     function = plain_attention("sdpa" if "fl" in plain else plain, copied)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scaling}
+    options |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux"), "kind": "gather"}
     try:
         want = function(copied, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)[0]
-        got = attention(
-            q,
-            k,
-            v,
-            _ONE_RANK,
-            Sequence(length, 1),
-            causal=causal,
-            window=window,
-            scale=scaling,
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            kind="gather",
-        ).transpose(1, 2)
+        got = attention(q, k, v, _ONE_RANK, Sequence(length, 1), **options).transpose(1, 2)
         equal = want.shape == got.shape and float((want - got).abs().max()) <= 1e-4
     except Exception as error:
         raise PlanError(
@@ -454,7 +424,7 @@ def _prove(call: HfCall, rules: MaskRules | None) -> None:
 
 
 class _OneRank(CpAxis):
-    """The axis of one rank, without a process group."""
+    """A ``CpAxis`` of one rank, without a process group."""
 
     def __init__(self) -> None:
         self.size, self.rank, self.kind, self.sequence = 1, 0, "gather", None

@@ -17,15 +17,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d._trace.program import ForwardProgram, Op, Ref
+from parallel3d._trace.record import ForwardProgram, Op, Ref
 from parallel3d.errors import PlanError
+from parallel3d.tp.resolve import is_in, numberless
 
 Pair = tuple[Ref, Ref]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What is wrong with a value: ``made`` (from the local length) or ``sum``; and the text for an error."""
+    """Why a tensor may not be combined with activations. ``kind``: ``"made"``: it was made from the length of
+    a rank's part; ``"sum"``: it is a sum over the sequence. ``text``: the cause, for the error."""
 
     kind: str
     text: str
@@ -49,11 +51,8 @@ _ASSERT = (
 
 
 def check(first: ForwardProgram, second: ForwardProgram, lengths: tuple[int, int]) -> None:
-    """Compares the operations of a model at two lengths.
-
-    Raises:
-        PlanError: the model does something along the sequence outside attention.
-    """
+    """Compares the operations of two forwards of a model, recorded with sequences of two ``lengths``; raises
+    PlanError if an operation outside attention mixes positions."""
     checker = _Checker(lengths, set(first.attention))
     for pair in zip(first.inputs, second.inputs, strict=True):
         checker.enter(pair)
@@ -74,15 +73,18 @@ def _differing(pair: Pair) -> list[int]:
 
 
 def _layout(pair: Pair) -> int | None:
-    """The dim that is the sequence; None: none is."""
+    """Returns the dim that is the sequence, by the sizes in the two forwards; None: none is; ``_SQUARE``:
+    several are."""
     dims = _differing(pair)
     return None if not dims else dims[0] if len(dims) == 1 else _SQUARE
 
 
 class _Checker:
-    """
+    """Goes through the operations of two forwards in order, and raises PlanError where one mixes positions.
+
     Attributes:
-        marks: storage -> what is wrong with it. live: storages that depend on inputs or parameters.
+        marks: storage -> why its values may not be combined with activations.
+        live: storages whose values depend on the model's inputs or parameters.
         attends: paths of the modules that call attention, which ``position_wise`` may not name.
     """
 
@@ -92,7 +94,7 @@ class _Checker:
         self.live: set[int] = set()
 
     def enter(self, pair: Pair) -> None:
-        """An input of the model."""
+        """Registers an input of the model; PlanError if several of its dims are the sequence."""
         self.live.add(pair[0].storage)
         if _layout(pair) == _SQUARE:
             raise PlanError(
@@ -117,17 +119,14 @@ class _Checker:
         )
 
     def _assert(self, op: Op) -> str:
-        inside = (path == op.module or path.startswith(f"{op.module}.") for path in self.attends)
-        return (
-            ". " + _ASSERT.format(module=pattern_of(op.module))
-            if op.module and not any(inside)
-            else ""
-        )
+        if not op.module or any(is_in(path, op.module) for path in self.attends):
+            return ""
+        return ". " + _ASSERT.format(module=numberless(op.module))
 
     # ---- one operation ----
 
     def step(self, a: Op, b: Op) -> None:
-        """Checks one operation, and notes what is known of its results."""
+        """Checks one operation, ``a`` and ``b`` in the two forwards, and sets the marks of its results."""
         if a.name != b.name or len(a.outputs) != len(b.outputs):
             self.fail(a, _LONGER, "")
         given = list(zip(refs_in(a.args), refs_in(b.args), strict=True))
@@ -152,7 +151,8 @@ class _Checker:
                 self.marks[ref.storage] = mark
 
     def _join(self, op: Op, given: list[Pair]) -> Mark | None:
-        """Returns the mark of a result of these tensors; fails where a marked one may not be used."""
+        """Returns the mark that an operation's results get from its arguments ``given``; PlanError if it
+        combines a marked tensor with activations."""
         marks = [self.marks[x.storage] for x, _ in given if x.storage in self.marks]
         if not marks:
             return None
@@ -168,7 +168,8 @@ class _Checker:
     def _new(
         self, op: Op, name: str, given: list[Pair], made: list[Pair], live: bool
     ) -> Mark | None:
-        """Fails if the operation mixes positions; returns the mark of its result, if it makes one."""
+        """Returns a new mark for an operation's results (positions made from the local length, a sum over the
+        sequence), or None. Raises PlanError if the operation mixes positions of activations."""
         layouts = [_layout(pair) for pair in given]
         if name in _POSITIONS:
             return self._made(op, "positions") if any(map(_differing, made)) else None
@@ -179,7 +180,8 @@ class _Checker:
                 if layout is not None
             )
             if depends:
-                self.fail(op, "compares positions with each other by", self._square_advice(name))
+                advice = _BY_HAND if name in _MATMULS else _MASKS
+                self.fail(op, "compares positions with each other by", advice)
             return self._made(op, "a tensor of length x length")
         if not any(layout is not None for layout in layouts):
             if given and any(map(_differing, made)) and name not in _GROW:
@@ -205,7 +207,7 @@ class _Checker:
         return self._made(op, "positions")
 
     def _check_sizes(self, op: Op, made: list[Pair]) -> None:
-        """Fails for a tensor of other positions than the sequence's, or a number of them for each."""
+        """Raises PlanError for a dim that grows with the sequence but is no multiple of its length."""
         for a, b in made:
             for d in _differing((a, b)):
                 sizes = a.shape[d], b.shape[d]
@@ -218,14 +220,9 @@ class _Checker:
                         "",
                     )
 
-    def _square_advice(self, name: str) -> str:
-        return _BY_HAND if name in _MATMULS else _MASKS
-
     def _made(self, op: Op, what: str) -> Mark:
-        return Mark(
-            "made",
-            f"{_where(op)} makes {what} by {_name(op)}{_at(op)} from the length of its own part",
-        )
+        text = f"{_where(op)} makes {what} by {_name(op)}{_at(op)} from the length of its own part"
+        return Mark("made", text)
 
     # ---- attention ----
 
@@ -279,13 +276,8 @@ def _name(op: Op) -> str:
     return op.name.partition(".")[0]
 
 
-def pattern_of(path: str) -> str:
-    """``layers.0.mlp`` -> ``layers.*.mlp``."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
 def refs_in(value: Any) -> list[Ref]:
-    """Returns the tensors among arguments, in order."""
+    """Returns the tensors in an operation's arguments, in order."""
     if isinstance(value, Ref):
         return [value]
     items = value.values() if isinstance(value, dict) else value
@@ -301,7 +293,7 @@ _SOME = "takes or sets some positions of the sequence,"
 
 
 def _on(pair: Pair, dim: Any) -> bool:
-    """Whether ``dim`` (a number, several, or None for all) is the sequence of the tensor."""
+    """Whether one of ``dim`` (a number, a list, or None for all dims) is the sequence dim of the tensor."""
     layout = _layout(pair)
     if layout is None or dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return layout is not None
@@ -310,8 +302,13 @@ def _on(pair: Pair, dim: Any) -> bool:
 
 
 def _where_on(what: str, advice: str = "", *, dim: Any = None, any_of: bool = False) -> Rule:
-    """Says ``what`` if the sequence is the dim that is given to the operation, or else ``dim``: of its first
-    tensor, or of ``any_of`` them."""
+    """Returns a rule that reports ``what`` if the operation acts on the sequence dim.
+
+    Args:
+        advice: what the error advises to do.
+        dim: the dims on which the operation acts, if it has no argument that says it.
+        any_of: whether all tensor arguments are looked at; by default the first one.
+    """
 
     def rule(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
         at = op.args.get("dim", op.args.get("dims", dim))

@@ -21,8 +21,14 @@ from torch.utils import checkpoint
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._trace.examples import check_example, describe, examples
-from parallel3d._trace.program import AttentionCall, ForwardProgram
-from parallel3d._trace.record import Functions, ProgramRecorder, Sdpa, instead_of, record
+from parallel3d._trace.record import (
+    AttentionCall,
+    ForwardProgram,
+    ProgramRecorder,
+    Sdpa,
+    instead_of,
+    record,
+)
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
@@ -35,11 +41,11 @@ from parallel3d.cp.state import (
     input_names,
     named_arguments,
     path_of,
-    set_path,
     set_state,
     state_of,
 )
 from parallel3d.errors import Parallel3dError, PlanError
+from parallel3d.tp.resolve import numberless
 
 KINDS = ("auto", "ulysses", "gather", "ring")
 
@@ -70,11 +76,7 @@ class ContextParallel:
 
 
 def check_options(options: object) -> ContextParallel:
-    """Returns the options of ``parallelize(context_parallel=...)``.
-
-    Raises:
-        Parallel3dError: they are neither a kind nor a ``ContextParallel``.
-    """
+    """Returns the options of ``parallelize(context_parallel=...)``; Parallel3dError for other values."""
     if options is None:
         return ContextParallel()
     if isinstance(options, str):
@@ -89,11 +91,12 @@ def check_options(options: object) -> ContextParallel:
 
 @dataclass(frozen=True)
 class CpPlan:
-    """The attention of a model: path of a module -> its calls. ``apply`` makes it context-parallel.
+    """How a model is to be made context-parallel.
 
     Attributes:
-        checked: the call with which the model was run to find it.
-        counts: whether the model asks for positions.
+        attention: path of a module -> the calls of attention in its forward.
+        checked: the arguments with which the model was traced and checked.
+        counts: whether the model calls ``p3d.cp.positions``.
     """
 
     options: ContextParallel
@@ -102,11 +105,8 @@ class CpPlan:
     counts: bool = False
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Changes ``model`` in place.
-
-        Args:
-            mesh: the axis cp.
-        """
+        """Replaces the attention of ``model``, in place, by that of all ranks of ``mesh``, the cp axis, and
+        adds hooks that find each forward's batch."""
         chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
         any_parts = not (self.attention or self.counts)
         axis, planned = CpAxis(mesh, self.options.kind), frozenset(self.attention)
@@ -117,7 +117,6 @@ class CpPlan:
             hf.adopt(model)
         for path, kind in kinds.items():
             module = model.get_submodule(path)
-            set_path(module, path)
             if kind == "sdpa":
                 wrap_forward(module, _with_sdpa, "context parallel")
             elif kind == "mha":
@@ -133,13 +132,12 @@ def _no_fast_path(module: nn.Module, args: Any) -> None:
 
 
 def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> CpPlan:
-    """Finds the attention of ``model``, which is not changed, and checks that nothing else mixes positions.
-
-    Args:
-        example: ``(args, kwargs)`` of a small batch for the model's forward, whose sequences are dim 1.
+    """Traces ``model`` on the meta device, and returns its attention; the model is not changed. ``example``:
+    ``(args, kwargs)`` of a small batch for the model's forward, whose sequences are dim 1.
 
     Raises:
-        PlanError: something else does, or may do so, or the model can't be run on the meta device.
+        PlanError: something else than attention mixes positions, or may do so, or the model can't be run on
+            meta.
     """
     for pattern in options.position_wise:
         if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
@@ -217,7 +215,8 @@ def _run(
 
 
 def _is_position_wise(path: str, module: nn.Module, options: ContextParallel) -> bool:
-    """Whether a module is known to act on each position, though its code can't be followed."""
+    """Whether the user (``options.position_wise``), or the class, says that a module computes each position
+    by itself; such modules are traced as one operation."""
     if path and any(fnmatchcase(path, pattern) for pattern in options.position_wise):
         return True
     known = type(module).__name__.endswith("Experts")  # transformers' names of a layer's experts
@@ -250,10 +249,8 @@ def _refused_mha(recorder: ProgramRecorder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_not_recomputed_alone(path: str) -> None:
-    """Raises PlanError if a part of a module's forward with its attention is checkpointed.
-
-    Its recomputation would not go through the module's forward, in which attention is that of all ranks.
-    """
+    """Raises PlanError if attention is called in a function that is checkpointed inside the forward of the
+    module at ``path``: its recomputation would not run that forward, which replaces attention."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -313,7 +310,7 @@ _LENGTHS = (8, 12)
 
 
 def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs of inputs that may fit the model, of two lengths."""
+    """Yields pairs of inputs, (args, kwargs), that may fit the model, with sequences of two lengths."""
     text = _is_text(model)
     if example is not None:
         args, kwargs = check_example(example)
@@ -330,10 +327,9 @@ def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
         for labels in (True, False):
             yield tuple(_text(model, n, labels) for n in _LENGTHS)  # type: ignore[misc]
         return
-    for args, kwargs in examples(model):
-        tensors = list(tensors_in((args, kwargs)))
-        if all(t.dim() > 1 for t in tensors):
-            yield _stretched((args, kwargs))
+    for each in examples(model):
+        if all(t.dim() > 1 for t in tensors_in(each)):
+            yield _stretched(each)
 
 
 def _is_text(model: nn.Module) -> bool:
@@ -343,7 +339,7 @@ def _is_text(model: nn.Module) -> bool:
 def _text(
     model: Any, length: int, labels: bool, rows: int = 2
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What ``shard_batch`` gives to a model of text."""
+    """Returns (args, kwargs) for a Hugging Face text model, of the kind that ``shard_batch`` makes."""
     ids = torch.ones((rows, length), dtype=torch.int64)
     inputs: dict[str, Any] = {
         "input_ids": ids,
@@ -361,41 +357,32 @@ def _text(
 
 
 def _stretched(example: Any) -> tuple[Any, Any]:
-    """The example, and one whose sequences (dim 1 of each tensor) are twice as long."""
+    """Returns ``example``, and a copy whose sequences (dim 1 of each tensor) are twice as long."""
     length = _length_of(example)
 
     def longer(t: Tensor) -> Tensor:
-        if t.dim() < 2 or t.shape[1] != length:
-            return t
-        return torch.cat([t, t], 1)
+        return torch.cat([t, t], 1) if t.dim() > 1 and t.shape[1] == length else t
 
     return example, map_tensors(longer, example)
 
 
 def _length_of(example: Any) -> int:
-    for tensor in tensors_in(example):
-        if tensor.dim() > 1:
-            return int(tensor.shape[1])
-    raise PlanError(
-        f"context parallelism: the example ({describe(example)}) has no tensor (batch, length, ...)"
-    )
+    length = next((int(t.shape[1]) for t in tensors_in(example) if t.dim() > 1), None)
+    if length is None:
+        raise PlanError(
+            f"context parallelism: the example ({describe(example)}) has no tensor (batch, length, ...)"
+        )
+    return length
 
 
 # ---- forwards ----
 
 
-def _attending(
-    state: CpState, path: str, batch: Batch, key_mask: Tensor | None = None
-) -> Functions:
-    """Within it F.scaled_dot_product_attention is that of all ranks."""
-    attend = partial(_attend, state, path, batch, key_mask)
-    return instead_of(F.scaled_dot_product_attention, attend)
-
-
 def _attend(
     state: CpState, path: str, batch: Batch, key_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """F.scaled_dot_product_attention of all ranks, in a forward of the module at ``path``."""
+    """Replaces ``F.scaled_dot_product_attention``, whose arguments are ``*args`` and ``**kwargs``, in the
+    forward of the module at ``path``: attends to the keys of all ranks."""
     _check_not_recomputed_alone(path)
     query, key, value, mask, dropout_p, causal, scale, enable_gqa = Sdpa(*args, **kwargs)
     if mask is not None:
@@ -422,7 +409,8 @@ def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
         batch = state.running(args, kwargs)
         if batch.sequence is None:
             return inner(self, *args, **kwargs)
-        with _attending(state, path_of(self), batch):
+        attend = partial(_attend, state, path_of(self), batch, None)
+        with instead_of(F.scaled_dot_product_attention, attend):
             return inner(self, *args, **kwargs)
 
     return untraced(as_if(forward, inner))
@@ -451,7 +439,8 @@ def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
         key_mask = None if padding is None else ~padding
         if hasattr(self, "_parallel3d_tp"):  # heads are split over tp, by a forward of its own
             mask = call.query if causal else None  # is_causal needs one, which it doesn't read
-            with _attending(state, path, batch, key_mask):
+            attend = partial(_attend, state, path, batch, key_mask)
+            with instead_of(F.scaled_dot_product_attention, attend):
                 return inner(self, *call[:3], None, False, mask, False, causal)
         x = call.query if self.batch_first else call.query.transpose(0, 1)
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
@@ -468,10 +457,9 @@ def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summary(model: nn.Module) -> str:
-    """Returns which kind of attention each module of ``model`` has, and why, one line for those alike.
-
-    It is known after a forward, since it depends on the length of the sequences.
-    """
+    """Returns a text that says which kind of attention each module of ``model`` uses, and why; equal layers
+    share a line. With ``"auto"`` it is known after a forward, since it depends on the length of the
+    sequences."""
     state = state_of(model)
     if not isinstance(state, CpState):
         return "no context parallelism"
@@ -481,12 +469,9 @@ def summary(model: nn.Module) -> str:
         return f"cp={state.axis.size}: chosen at the first forward, when the length is known"
     lines: dict[tuple[str, str], list[str]] = {}
     for path, made in state.made.items():
-        lines.setdefault((made.kind, made.reason), []).append(path)
+        name = numberless(path) or "the model"
+        lines.setdefault((made.kind, made.reason), []).append(name)
     return "\n".join(
-        f"cp={state.axis.size}: {kind} in {_names(paths)}: {reason}"
-        for (kind, reason), paths in lines.items()
+        f"cp={state.axis.size}: {kind} in {', '.join(dict.fromkeys(names))}: {reason}"
+        for (kind, reason), names in lines.items()
     )
-
-
-def _names(paths: list[str]) -> str:
-    return ", ".join(dict.fromkeys(mixing.pattern_of(path) or "the model" for path in paths))

@@ -7,22 +7,23 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import DeviceMesh
 
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import Parallel3dError, WrongTypeError
+from parallel3d.mesh.joined import MeshAxis
 
 Kind = Literal["ulysses", "gather", "ring"]
 """How attention sees the keys of the other ranks."""
 
 
 class Part(NamedTuple):
-    """Rows of a tensor that are neighbours in the sequence.
+    """A run of rows in a rank's tensor that are consecutive positions of the sequence.
 
     Attributes:
-        row: the first of them in the tensor.
+        row: index of the first row in the tensor.
         at: its position in the sequence.
-        rows: how many.
+        rows: how many rows.
     """
 
     row: int
@@ -73,32 +74,32 @@ class Sequence:
 
     @property
     def chunks(self) -> int:
-        """Equal parts that the padded sequence is cut into."""
+        """The number of equal chunks that the padded sequence is cut into."""
         return 2 * self.size if self.balanced else self.size
 
     @property
     def padded(self) -> int:
-        """``length`` with the padding at its end: the next multiple of ``chunks``."""
+        """The padded length: the next multiple of ``chunks``."""
         return -(-self.length // self.chunks) * self.chunks
 
     @property
     def rows(self) -> int:
-        """Positions that each rank holds."""
+        """The number of positions that each rank holds, padding included."""
         return self.padded // self.size
 
     def parts(self, rank: int) -> tuple[Part, ...]:
-        """Returns what rank ``rank`` holds, in the order in which it does."""
+        """Returns where the rows of rank ``rank`` lie in the sequence, in the order of its tensors."""
         rows = self.padded // self.chunks
         if not self.balanced:
             return (Part(0, rank * rows, rows),)
         return Part(0, rank * rows, rows), Part(rows, (self.chunks - 1 - rank) * rows, rows)
 
     def whole(self) -> tuple[Part, ...]:
-        """Returns the padded sequence as one part, in its own order."""
+        """Returns the parts of a tensor that has the whole padded sequence: one."""
         return (Part(0, 0, self.padded),)
 
     def pad(self, x: Tensor, dim: int, fill: Any = 0) -> Tensor:
-        """Returns ``x``, of ``length`` or already of ``padded`` along ``dim``, with ``fill`` after it."""
+        """Returns ``x``, of ``length`` or ``padded`` along ``dim``, padded with ``fill`` to ``padded``."""
         missing = self.padded - x.shape[dim]
         if x.shape[dim] not in (self.length, self.padded):
             raise Parallel3dError(
@@ -112,7 +113,7 @@ class Sequence:
         return torch.cat([x, x.new_full(shape, fill)], dim)
 
     def cut(self, x: Tensor, dim: int, axis: CpAxis, fill: Any = 0) -> Tensor:
-        """Returns this rank's rows along ``dim`` of ``x``, the whole sequence; padding is ``fill``."""
+        """Returns this rank's rows of ``x``, a whole sequence along ``dim``; padding is ``fill``."""
         x = self.pad(x, dim, fill)
         if not self.balanced:
             return local_chunk(x, dim, self.size, axis.rank)
@@ -125,42 +126,25 @@ class Sequence:
         return self.cut(torch.arange(self.padded, device=device), 0, axis)
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
-        """Returns (padded,) int64: the position of each row, all ranks' rows one rank after another."""
-        chunks = torch.arange(self.padded, device=device).unflatten(0, (self.chunks, -1))
-        return chunks[self._chunk_order()].flatten()
+        """Returns (padded,) int64: the position of each row, for all ranks' rows concatenated."""
+        held = (part for rank in range(self.size) for part in self.parts(rank))
+        return torch.cat([torch.arange(at, at + n, device=device) for _, at, n in held])
 
     def inverse(self, device: torch.device | str | None = None) -> Tensor:
-        """Returns (padded,) int64: where each position is in the ranks' rows, one rank after another."""
-        chunks = torch.arange(self.padded, device=device).unflatten(0, (self.chunks, -1))
-        order = self._chunk_order()
-        return chunks[[order.index(chunk) for chunk in range(self.chunks)]].flatten()
-
-    def _chunk_order(self) -> list[int]:
-        """Returns the indices of the chunks in the order in which the ranks hold them, rank after rank."""
-        if not self.balanced:
-            return list(range(self.size))
-        return [chunk for rank in range(self.size) for chunk in (rank, self.chunks - 1 - rank)]
+        """Returns (padded,) int64: the index of each position in all ranks' rows concatenated."""
+        return self.order(device).argsort()
 
 
-class CpAxis:
-    """The ``cp`` mesh axis, this rank's place on it, and the sequences whose forward runs.
+class CpAxis(MeshAxis):
+    """The ``cp`` mesh axis.
 
     Attributes:
-        mesh: the one-axis DeviceMesh.
-        size: the number of ranks.
-        rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
-        group: its process group.
+        mesh, size, rank, group: see ``MeshAxis``.
         kind: which kind of attention; ``"auto"``: ``choose`` picks one for each call.
         sequence: the ``Sequence`` of the batch whose forward is running or ran last; None before the first.
     """
 
     def __init__(self, mesh: DeviceMesh, kind: Kind | Literal["auto"] = "auto") -> None:
-        self.mesh = mesh
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-        self.group: ProcessGroup = mesh.get_group()
+        super().__init__(mesh)
         self.kind = kind
         self.sequence: Sequence | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CpAxis:
-        return self  # a copied model runs on the same ranks; process groups can't be copied

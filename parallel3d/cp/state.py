@@ -30,13 +30,13 @@ _ATTRIBUTE, _PATH = "_parallel3d_cp", "_parallel3d_cp_path"
 
 @dataclass(frozen=True)
 class Checked:
-    """The call of a model with which its operations were checked.
+    """The arguments with which a model was traced to check that it doesn't mix positions.
 
     Attributes:
         inputs: names of the arguments that were, or had, tensors.
         needed: those of them that the model reads. Without one it may make its own, from its part.
-        choices: values of other arguments.
-        hugging_face: whether it was what ``shard_batch`` gives to a model of transformers.
+        choices: name -> value of the other arguments.
+        hugging_face: whether they were those that ``shard_batch`` gives to a model of transformers.
     """
 
     inputs: frozenset[str]
@@ -55,13 +55,13 @@ class CpState:
 
     Attributes:
         axis: the axis cp.
-        checked: the call with which the model's operations were checked.
-        planned, attended: paths of the modules whose attention is that of all ranks, and of those that called
-            it since the model was made.
-        any_parts: whether the model computes each position from itself alone, so that it needs not know how
-            sequences were cut.
-        chunked: whether masks have chunks, which begin after padding on the left.
-        made: path of a module -> what was chosen for its attention at its last call.
+        checked: the arguments with which the model was traced and checked.
+        planned: paths of the modules whose attention was replaced.
+        attended: paths of those that have called it since the model was made.
+        any_parts: whether the model has no attention and asks for no positions, so that inputs may be cut in
+            any way.
+        chunked: whether a mask has chunks that begin after padding on the left, which is not supported.
+        made: path of a module -> the kind that ``"auto"`` chose at its last call.
         forward: the batch whose forward runs.
         backward: the batch whose backward runs, in which blocks may be recomputed.
     """
@@ -80,14 +80,14 @@ class CpState:
         return CpState(self.axis, self.checked, self.planned, self.any_parts, self.chunked)
 
     def running(self, *inputs: Any) -> Batch:
-        """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
+        """Returns the batch whose forward or backward runs, ``WHOLE`` if every rank has all of it.
 
         Args:
-            inputs: inputs of the module that asks. They are compared with those of the last batch if the
-                model's forward does not run.
+            inputs: those of the module that asks. If it is called outside the model's forward, in an
+                evaluation, they are compared over cp, because they must be whole sequences.
 
         Raises:
-            StateError: it is not known, or ranks have other parts of it.
+            StateError: the batch is not known, or the ranks have different inputs.
         """
         if self.forward is not None:
             return self.forward
@@ -112,7 +112,8 @@ class CpState:
 
     @untraced
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Finds the batch of the inputs."""
+        """Forward pre-hook of the model: finds the batch that the inputs belong to, and checks the inputs.
+        StateError if they were not cut by ``shard_batch`` but must be."""
         batch = batch_of((args, kwargs))
         if batch is None:
             if module.training and torch.is_grad_enabled() and not self.any_parts:
@@ -140,7 +141,7 @@ class CpState:
         self.axis.sequence = batch.sequence
 
     def _check_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raises StateError for inputs with which the model may run other code than was checked."""
+        """Raises StateError for inputs with which the model may run other code than when it was checked."""
         checked = self.checked
         given = set(input_names(module, args, kwargs))
         new = given - checked.inputs
@@ -189,7 +190,8 @@ class CpState:
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends the forward. The first gradient of an output says whose backward begins."""
+        """Forward hook of the model: the forward has ended. Adds hooks to the outputs that note, at the first
+        gradient, whose backward begins."""
         batch, self.forward = self.forward, None
         if batch is None or not torch.is_grad_enabled():
             return
@@ -221,7 +223,8 @@ class CpState:
         key_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Attention of this rank's queries, (B, heads, rows, size), to the keys of all ranks."""
+        """Returns the attention of this rank's queries, (B, heads, rows, size), to the keys of all ranks.
+        ``path``: the module that calls it; ``options``: further arguments of ``cp.attention``."""
         sequence = batch.sequence
         assert sequence is not None
         self.attended.add(path)
@@ -242,8 +245,8 @@ class CpState:
 
 
 def _check_all_cut(module: nn.Module, args: Any, kwargs: Any, rows: int) -> None:
-    """Raises StateError for numbers of this rank's part that are not from ``shard_batch``: positions or masks
-    that were made of the part."""
+    """Raises StateError for an integer or bool input that is as long as this rank's part (``rows``) but not
+    from ``shard_batch``: positions or masks that were made of the part."""
     for name, value in named_arguments(module, args, kwargs):
         for tensor in tensors_in(value):
             if tensor.is_floating_point() or batch_of(tensor) is not None:
@@ -258,12 +261,13 @@ def _check_all_cut(module: nn.Module, args: Any, kwargs: Any, rows: int) -> None
 
 @dataclass(eq=False)
 class Tracing:
-    """In the place of ``CpState`` in the copy of a model whose forward is recorded.
+    """The state of a model's traced copy, in the place of ``CpState``.
 
     Attributes:
-        proven: kinds of calls of attention for which ``proofs`` has a function.
-        counts: whether the model asks for positions.
-        proofs: they raise PlanError where a model's attention computes something else than ours.
+        counts: whether the model has called ``p3d.cp.positions``.
+        proofs: functions to call after the trace, one for each kind of attention call that it has met; each
+            raises PlanError if that call computes something else than ``cp.attention``.
+        proven: the kinds that ``proofs`` has a function for, so that none is added twice.
     """
 
     recorder: ProgramRecorder
@@ -276,37 +280,32 @@ class Tracing:
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """Returns the forward's arguments with their names."""
+    """Returns (name, value) of each argument of a forward that is called with ``args`` and ``kwargs``."""
     names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
     positional = (names[i] if i < len(names) else f"argument {i}" for i in range(len(args)))
     return [*zip(positional, args, strict=True), *kwargs.items()]
 
 
 def input_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
-    """Returns the name of the forward's argument that each tensor in them is, or is in."""
+    """Returns, for each tensor in the arguments of a forward, the name of the argument that it is in."""
     given = named_arguments(module, args, kwargs)
     return [name for name, value in given for _ in tensors_in(value)]
 
 
 def state_of(module: nn.Module) -> CpState | Tracing | None:
-    """Returns what the module shares with its model; None in a plain model."""
+    """Returns the context-parallel state that ``module`` refers to; None in a plain model."""
     return vars(module).get(_ATTRIBUTE)
 
 
 def path_of(module: nn.Module) -> str:
-    """Returns the path of a module that calls attention, which ``set_path`` has given to it."""
+    """Returns the path of a module in its model, which ``set_state`` has stored."""
     return str(vars(module).get(_PATH, ""))
 
 
-def set_path(module: nn.Module, path: str) -> None:
-    """See ``path_of``."""
-    vars(module)[_PATH] = path
-
-
 def set_state(model: nn.Module, state: CpState | Tracing) -> None:
-    """Gives it to every module of ``model``."""
-    for module in model.modules():
-        vars(module)[_ATTRIBUTE] = state
+    """Makes every module of ``model`` refer to ``state``, and stores its path."""
+    for path, module in model.named_modules():
+        vars(module)[_ATTRIBUTE], vars(module)[_PATH] = state, path
 
 
 def positions(

@@ -1,9 +1,10 @@
-"""Expert parallelism: the ranks of ``ep`` hold other experts of a mixture (``docs/expert_parallel.md``).
+"""Expert parallelism: each rank of ``ep`` holds some experts of every mixture (``docs/expert_parallel.md``).
 
-- ``build_mesh(MeshLayout(..., ep=...))`` makes the mesh, ``make_expert_view`` the same of another mesh;
+- ``build_mesh(MeshLayout(..., ep=...))`` makes the mesh; ``make_expert_view`` makes its second view, with ep,
+of any mesh;
   ``parallelize`` finds the modules that hold experts, ``Experts`` declares one.
 - ``stats`` tells how many tokens each expert got, ``balance`` moves the routers' correction biases by it,
-  ``set_capacity`` bounds the messages, so that no size must be known on the host.
+  ``set_capacity`` fixes the sizes of messages, so that no size must be known on the host.
 """
 
 from typing import TYPE_CHECKING

@@ -12,24 +12,19 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Division:
-    """How experts lie on the ranks of ep, as ``torch.chunk`` divides them.
-
-    Attributes:
-        experts: number of experts.
-        ranks: size of the axis ep.
-    """
+    """How ``experts`` lie on the ``ranks`` of ep, as ``torch.chunk`` divides them."""
 
     experts: int
     ranks: int
 
     @property
     def chunk(self) -> int:
-        """Experts of each rank but the last ones, which may have fewer, or none."""
+        """The largest number of experts on a rank; the last ranks may have fewer, or none."""
         return -(-self.experts // self.ranks)
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """Number of experts on each rank."""
+        """The number of experts on each rank."""
         chunk = self.chunk
         return tuple(max(min(chunk, self.experts - r * chunk), 0) for r in range(self.ranks))
 
@@ -44,7 +39,8 @@ def reach(experts: int, held: float, top_k: int) -> float:
 
 
 def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
-    """Returns the number of rows sent per (token, expert) pair if the experts of a token are drawn uniformly.
+    """Returns the number of rows (tokens' vectors) sent per (token, expert) pair if experts are drawn
+    uniformly.
 
     That is the fraction of the tokens sent to a rank, ``reach``, divided by k / R, the pairs per token that
     go to it.
@@ -56,20 +52,17 @@ def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
 
 
 def capacities(tokens: int, top_k: int, division: Division, factor: float) -> tuple[int, int]:
-    """Returns the largest numbers of rows and of pairs in a message: ``factor`` times those with uniform
-    routing."""
+    """Returns the largest numbers of rows and of (token, expert) pairs in a message to one rank, for
+    ``tokens`` on each rank: ``factor`` times those with uniform routing."""
     pairs = tokens * top_k / division.ranks
     rows = pairs * rows_a_pair(division.experts, division.ranks, top_k)
     return min(tokens, ceil(factor * rows)), min(tokens * top_k, ceil(factor * pairs))
 
 
 def shard_dim(shape: Sequence[int], ep: int, ranks: int) -> int | None:
-    """Returns the dim over which ``ranks`` of efsdp shard a parameter that ep divides: the first that they
-    divide, so that nothing is padded, the experts before others. None: the engine's default.
-
-    Args:
-        shape: of all experts.
-    """
+    """Returns the dim over which the ``ranks`` of the axis efsdp shard a parameter with the experts of one ep
+    rank: the first that is divisible, so that nothing is padded, the experts' dim first. None: the engine's
+    default. ``shape``: with the experts of all ``ep`` ranks."""
     experts, *sizes = shape
     if experts % (ep * ranks) == 0:
         return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -19,24 +19,26 @@ from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import call_by_rank, inner_tensors, ranks_are_simulated
 from parallel3d._util import dry_run
-from parallel3d._util.forwards import as_if, wrap_forward
+from parallel3d._util.dry_run import note_obstacle
+from parallel3d._util.forwards import as_if, unchanged_on_error, wrap_forward
 from parallel3d._util.replaced_params import marking_replaced
-from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.ep.division import Division, capacities, shard_dim
 from parallel3d.ep.exchange import (
     Combine,
     Dispatch,
-    EpAxis,
     Lengths,
+    Routes,
     Untouched,
+    destinations,
     exchange,
-    exchange_counts,
+    routes,
 )
-from parallel3d.ep.routes import Routes, destinations, routes
 from parallel3d.errors import PlanError, StateError
-from parallel3d.mesh.joined import ExpertView
+from parallel3d.mesh.joined import ExpertView, MeshAxis
 from parallel3d.tp import ResolvedPlan, TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.lora import is_adapter
+from parallel3d.tp.resolve import is_in, matches
+from parallel3d.tp.styles.base import own_params
 
 Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -62,7 +64,7 @@ class Experts:
 
 @dataclass
 class _State:
-    """The data of an experts module's forward.
+    """The data of the expert-parallel forward of a module.
 
     Attributes:
         inner: the forward that the module had, a function of the module and its arguments.
@@ -72,7 +74,7 @@ class _State:
         dropped: number of pairs that did not fit since ``ep.stats`` last read it; a tensor on the device.
     """
 
-    axis: EpAxis
+    axis: MeshAxis
     division: Division
     inner: Call
     names: tuple[str, ...]
@@ -82,63 +84,67 @@ class _State:
 
 
 _ATTRIBUTE = "_parallel3d_ep"
+_INDEX = re.compile("ind|expert|selected")  # in the name of the argument with each token's experts
 
 
 def state_of(module: nn.Module) -> _State | None:
-    """Returns the state of an experts module that ``parallelize`` has divided; None of others."""
+    """Returns the state of a module whose experts ``parallelize`` has divided over ep; None for others."""
     return vars(module).get(_ATTRIBUTE)
 
 
+@note_obstacle
+def _reads_sizes(model: nn.Module, batch: Any) -> str | None:
+    for name, module in model.named_modules():
+        state = state_of(module)
+        if state is not None and state.capacity is None:
+            return (
+                f"the experts {name} read the sizes of their messages; p3d.ep.set_capacity(model, 1.25) "
+                "fixes them"
+            )
+    return None
+
+
 def experts_of(module: nn.Module) -> int:
-    """Returns the number of experts that a module holds in parameters of its own, each with the experts as
-    its first dim; 0 if it is no such module."""
-    own = [param for param in module._parameters.values() if param is not None]
+    """Returns the number of experts in a module whose own parameters all have the experts as first dim; 0 if
+    the module is not of that kind."""
+    own = own_params(module).values()
     firsts = {param.shape[0] if param.dim() else 0 for param in own}
     stacked = any(param.dim() == 3 for param in own)
     inside = any(True for child in module.children() for _ in child.parameters())
     return firsts.pop() if stacked and len(firsts) == 1 and not inside else 0
 
 
-def _takes_routes(module: nn.Module) -> bool:
-    """Whether the forward takes hidden states, the experts of each token, and their weights."""
-    words = _arguments(module)
-    return len(words) == 3 and any(word in words[1] for word in ("ind", "expert", "selected"))
-
-
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of the forward's positional arguments."""
+    """Returns the names of the forward's positional arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(module.forward).parameters.values()
     return [p.name for p in given if p.kind in kinds]
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns name -> module of those that hold stacked experts and are called as :class:`Experts` says."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if experts_of(module) > 1 and _takes_routes(module)
-    }
+    """Returns name -> module of the modules that hold stacked experts and are called with the arguments that
+    :class:`Experts` describes."""
+    holders = {name: m for name, m in model.named_modules() if experts_of(m) > 1}
+    taken = {name: _arguments(module) for name, module in holders.items()}
+    # Hidden states, the experts of each token, and their weights.
+    routed = [name for name, words in taken.items() if len(words) == 3 and _INDEX.search(words[1])]
+    return {name: holders[name] for name in routed}
 
 
 @dataclass(frozen=True)
 class EpPlan:
-    """Expert parallelism of one model.
-
-    Attributes:
-        view: the mesh axes on which experts are placed.
-        modules: name -> (module, its declaration).
-    """
+    """The modules of one model whose experts are divided over ep. ``modules``: name -> (module, its
+    declaration); ``view``: the mesh with the axis ep."""
 
     view: ExpertView
     modules: Mapping[str, tuple[nn.Module, Experts]]
 
     def has(self, name: str) -> bool:
-        """Whether ``name`` is an experts module's, or one's inside."""
-        return any(name == own or name.startswith(f"{own}.") for own in self.modules)
+        """Whether ``name`` is one of these modules, or inside one."""
+        return any(is_in(name, own) for own in self.modules)
 
     def without_experts(self, plan: ResolvedPlan) -> ResolvedPlan:
-        """Returns a tensor-parallel plan that leaves the experts alone."""
+        """Returns a tensor-parallel plan without the modules that this plan divides over ep."""
         return replace(
             plan,
             modules=tuple(each for each in plan.modules if not self.has(each.name)),
@@ -146,26 +152,22 @@ class EpPlan:
         )
 
     def apply(self, tp: DeviceMesh | None) -> None:
-        """Divides the experts over ep: each becomes a DTensor on ep, of which this rank has its experts.
-
-        Args:
-            tp: the tp axis of the mesh, whose ranks have the same tokens; None: one rank.
-        """
-        axis = EpAxis(self.view.ep)
+        """Divides the experts over ep, in place: each parameter becomes a DTensor on ep that holds this
+        rank's experts, and the modules get a forward that exchanges tokens. ``tp``: the tp axis, whose ranks
+        have the same tokens; None: there is none."""
+        axis = MeshAxis(self.view.ep)
         tp_axis = None if tp is None or tp.size() == 1 else TpAxis(tp)
         for module, declared in self.modules.values():
             division = Division(experts_of(module), axis.size)
-            own = {name: p for name, p in module._parameters.items() if p is not None}
-            new = {name: _divided(param, axis) for name, param in own.items()}
+            new = {name: _divided(param, axis) for name, param in own_params(module).items()}
             with unchanged_on_error(module), marking_replaced(module):
                 module._parameters.update(new)
+                here = division.by_rank
+                held = here[0] if len(set(here)) == 1 else pick_by_rank(here, axis.rank)
                 for name, value in list(vars(module).items()):
-                    if (
-                        type(value) is int
-                        and value == division.experts
-                        and name.endswith("experts")
-                    ):
-                        setattr(module, name, _here(division, axis))
+                    is_int = type(value) is int and name.endswith("experts")
+                    if is_int and value == division.experts:
+                        setattr(module, name, held)
                 names = tuple(_arguments(module)[:3])
                 inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
                 same = None if declared.input == "sequence" else tp_axis
@@ -173,19 +175,15 @@ class EpPlan:
                 vars(module)[_ATTRIBUTE] = state
 
     def placement_of(self, param: nn.Parameter) -> Shard | None:
-        """Returns the dim over which efsdp shards a divided parameter, see ``shard_dim``."""
+        """Returns how a parameter of experts is sharded over efsdp, the data axis of ``view``, see
+        ``shard_dim``; None: the engine's default."""
         ranks, ep = self.view.data.size(self.view.data.ndim - 1), self.view.ep.size()
         dim = shard_dim(param.shape, ep, ranks)
         return None if dim is None else Shard(dim)
 
 
-def _here(division: Division, axis: EpAxis) -> int:
-    by_rank = division.by_rank
-    return by_rank[0] if len(set(by_rank)) == 1 else pick_by_rank(by_rank, axis.rank)
-
-
-def _divided(param: nn.Parameter, axis: EpAxis) -> nn.Parameter:
-    """Returns the parameter as a DTensor on ep, of which this rank holds its experts."""
+def _divided(param: nn.Parameter, axis: MeshAxis) -> nn.Parameter:
+    """Returns the parameter as a DTensor on ep that holds this rank's experts."""
     local = local_chunk(param.detach(), 0, axis.size, axis.rank)
     spec = make_spec(axis.mesh, (Shard(0),), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
@@ -195,7 +193,8 @@ def _divided(param: nn.Parameter, axis: EpAxis) -> nn.Parameter:
 
 
 def take_rules(plan: Any) -> tuple[Any, dict[str, Experts]]:
-    """Returns a plan without the rules of experts, and those: pattern -> declaration."""
+    """Splits a user's plan into the rules without ``Experts`` (None if none are left) and those with: pattern
+    -> ``Experts``."""
     if not isinstance(plan, Mapping):
         return plan, {}
     declared = {name: style for name, style in plan.items() if isinstance(style, Experts)}
@@ -207,14 +206,11 @@ def plan_ep(
     model: nn.Module, view: ExpertView | None, declared: Mapping[str, Experts]
 ) -> EpPlan | None:
     """Returns the plan of expert parallelism for ``model``; None if the mesh has no ep. Changes nothing.
-
-    Raises:
-        PlanError: no module holds experts, one holds fewer than ep has ranks, or a rule names another module.
-    """
+    PlanError: no module holds experts, one holds fewer than ep has ranks, or a rule names another module."""
     named = dict(model.named_modules())
     modules = {name: (module, Experts()) for name, module in find_experts(model).items()}
     for pattern, each in declared.items():
-        matched = [name for name in named if _matches(name, pattern)]
+        matched = [name for name in named if matches(pattern, name)]
         if not matched:
             raise PlanError(
                 f"ep: the rule {pattern!r} matches no module; there are {', '.join(list(named)[1:9])}, ..."
@@ -255,11 +251,9 @@ def plan_ep(
                 f"{name} holds {count} experts, fewer than ep={ep} ranks: some would have none. Use ep="
                 f"{fitting[-1]}"
             )
-    users = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
+    users = [id(p) for m in model.modules() for p in own_params(m).values()]
     for name, (module, _) in modules.items():
-        tied = [
-            n for n, p in module._parameters.items() if p is not None and users.count(id(p)) > 1
-        ]
+        tied = [n for n, p in own_params(module).items() if users.count(id(p)) > 1]
         if tied:
             raise PlanError(f"{name}.{tied[0]} is shared with another module; ep can't divide it")
     for name, (module, declared_as) in modules.items():
@@ -277,21 +271,13 @@ def plan_ep(
 def _why_not(name: str, module: nn.Module) -> str:
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     shown = ", ".join(f"{n} {shape}" for n, shape in list(shapes.items())[:3]) or "no parameters"
-    has = (
-        f"is called with ({', '.join(_arguments(module))})"
-        if experts_of(module)
-        else f"has {shown}"
-    )
+    called = f"is called with ({', '.join(_arguments(module))})"
+    has = called if experts_of(module) else f"has {shown}"
     return (
         f"{name} ({type(module).__name__}) {has}; ep divides parameters of the module's own, all with "
         "the experts as their first dim, one of them of three dims, in a module called with (hidden states, "
         "experts of each token, their weights). Stack experts that are modules in a list"
     )
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 # -- the forward -----------------------------------------------------------------------------------------
@@ -323,12 +309,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _check(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
     shapes = tuple(hidden.shape), tuple(index.shape), tuple(weights.shape)
-    if (
-        index.is_floating_point()
-        or hidden.dim() != 2
-        or index.shape != weights.shape
-        or index.dim() != 2
-    ):
+    two = hidden.dim() == index.dim() == 2 and index.shape == weights.shape
+    if index.is_floating_point() or not two:
         raise StateError(
             f"{type(module).__name__} on ep got {shapes[0]}, {shapes[1]} of {index.dtype}, {shapes[2]}; it "
             "takes hidden states (T, H), the experts of each token (T, K), integers, and their weights (T, K)"
@@ -338,8 +320,8 @@ def _check(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) ->
 def _on_ep(
     module: Any, state: _State, hidden: Tensor, index: Tensor, weights: Tensor, most: int
 ) -> Tensor:
-    """Returns (T, H), the sum over each token's experts, wherever they are; ``most``: the largest T of all
-    ranks."""
+    """Returns (T, H), for this rank's T tokens the weighted sum over each token's experts, on whatever ranks
+    they are. ``most``: the largest T of all ranks."""
     axis = state.axis
     way, by_row, by_pair, taken = _ways(state, index, most)
     rows = hidden[way.token_of_row]
@@ -349,8 +331,7 @@ def _on_ep(
     expert, row = exchange(meta, by_pair, axis, "pairs").long().unbind(1)
     row = row + call_by_rank(_first_rows, taken, expert)
     if sum(by_pair.taken) == 0 or _has_none(state):
-        used = [p for p in module._parameters.values() if p is not None]
-        outputs: Tensor = Untouched.apply(rows, weights, *used)
+        outputs: Tensor = Untouched.apply(rows, weights, *own_params(module).values())
     else:
         y = state.inner(module, rows[row], expert.unsqueeze(1), weights.unsqueeze(1))
         outputs = torch.zeros_like(rows, dtype=y.dtype).index_add(0, row, y)
@@ -360,7 +341,7 @@ def _on_ep(
 
 
 def _has_none(state: _State) -> bool:
-    """Whether this rank holds no expert, as the last ones may where ep doesn't divide their number."""
+    """Whether this rank holds no expert, as the last ranks may if ep doesn't divide their number."""
     last, rank = state.division.by_rank[-1], state.axis.rank
     if not last and isinstance(rank, torch.SymInt):
         raise StateError(
@@ -371,22 +352,30 @@ def _has_none(state: _State) -> bool:
 
 
 def _ways(state: _State, index: Tensor, most: int) -> tuple[Routes, Lengths, Lengths, Tensor]:
-    """Returns what this rank sends, how many rows and pairs are in each message, and the numbers of those
-    that come, (ranks, 2), on the device."""
+    """Returns what this rank sends for ``index``, the experts of its tokens: the routes, the lengths of
+    messages in rows and in pairs, and the numbers of rows and pairs that arrive from each rank, (ranks, 2),
+    on the device. ``most``: the largest number of tokens of all ranks."""
     axis, division = state.axis, state.division
     if state.capacity is not None or dry_run.active():  # which has no routing: uniform
         factor = 1.0 if state.capacity is None else state.capacity
         room = capacities(most, index.shape[1], division, factor)
+        if state.capacity is None:
+            dry_run.reads("sizes of the experts' messages, which ep.set_capacity fixes")
         ways = _equal_ways(state, index, room)
         dropped = ways[0].dropped
-        state.dropped = dropped if state.dropped is None else state.dropped + dropped
+        with torch.inference_mode(False), torch.no_grad():
+            if state.dropped is None:
+                state.dropped = dropped.clone()
+            else:
+                state.dropped.add_(dropped)  # in place: a replayed CUDA graph adds to it too
         return ways
     counts = call_by_rank(_counts, index, division)  # (ranks, 2): rows, pairs
     if ranks_are_simulated():  # these compute with tensors of one size only
         longest = torch.stack([each.max(0).values for each in inner_tensors(counts)]).max(0).values
         rows, pairs = longest.tolist()
         return _equal_ways(state, index, (rows, pairs))
-    taken = exchange_counts(counts, axis)
+    one = [1] * axis.size
+    taken = exchange(counts, Lengths(one, one, equal=True), axis, "counts")
     # The layer's one host sync: sizes of the messages.
     sent, got = torch.stack([counts, taken]).tolist()
     by_row, by_pair = (Lengths([n[i] for n in sent], [n[i] for n in got]) for i in (0, 1))
@@ -399,7 +388,7 @@ def _ways(state: _State, index: Tensor, most: int) -> tuple[Routes, Lengths, Len
 def _equal_ways(
     state: _State, index: Tensor, room: tuple[int, int]
 ) -> tuple[Routes, Lengths, Lengths, Tensor]:
-    """The same where every message has ``room`` for so many rows and pairs."""
+    """Returns what ``_ways`` does, for messages of one size: ``room`` is (rows, pairs) of each."""
     size = state.axis.size
     ranks = torch.arange(size, device=index.device)
     sizes = room[0] * size, room[1] * size
@@ -415,6 +404,7 @@ def _counts(index: Tensor, division: Division) -> Tensor:
 
 
 def _first_rows(taken: Tensor, expert: Tensor) -> Tensor:
-    """Returns for each pair that came where its message begins among the rows that came."""
+    """Returns, for each received pair, the index among all received rows at which its message begins.
+    ``taken``: (ranks, 2), rows and pairs from each rank; ``expert``: one entry for each pair."""
     rows, pairs = taken.unbind(1)
     return torch.repeat_interleave(rows.cumsum(0) - rows, pairs, output_size=expert.shape[0])

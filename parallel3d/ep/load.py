@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's tokens, relative to the mean; 1 is balanced."""
+        """The largest number of tokens of an expert, relative to the mean over experts; 1 is balanced."""
         total = sum(self.tokens)
         return max(self.tokens) * len(self.tokens) / total if total else 1.0
 
@@ -60,7 +60,8 @@ def count(model: nn.Module) -> None:
     Raises:
         StateError: no module of ``model`` holds experts.
     """
-    modules = _modules(model)
+    divided = {name: m for name, m in model.named_modules() if state_of(m) is not None}
+    modules = divided or find_experts(model)
     if not modules:
         raise StateError(f"{type(model).__name__} has no module that is known to hold experts")
     for module in modules.values():
@@ -78,10 +79,8 @@ def _counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         index = next(t for t in (*args, *kwargs.values()) if not t.is_floating_point()).flatten()
         with torch.no_grad():
             valid = ((index >= 0) & (index < counter.experts)).to(torch.int64)
-            if counter.counts is None:
-                counter.counts = torch.zeros(
-                    counter.experts, dtype=torch.int64, device=index.device
-                )
+            if counter.counts is None or counter.counts.device != index.device:
+                counter.counts = valid.new_zeros(counter.experts)
             counter.counts.scatter_add_(0, index.clamp(0, counter.experts - 1).long(), valid)
     return counter.inner(self, *args, **kwargs)
 
@@ -104,7 +103,8 @@ def stats(model: nn.Module, *, reset: bool = True) -> dict[str, ExpertLoad]:
         if state is not None and state.dropped is not None:
             groups = [*_axes_of(module, experts=True), state.axis.group]
             dropped = int(_summed(state.dropped.reshape(1), groups).item())
-            state.dropped = None if reset else state.dropped
+            if reset:
+                state.dropped.zero_()
         found[name] = ExpertLoad(tuple(counts.tolist()), dropped)
     return found
 
@@ -170,11 +170,6 @@ def set_capacity(model: nn.Module, capacity: float | None) -> None:
         state.capacity = capacity
 
 
-def _modules(model: nn.Module) -> Mapping[str, nn.Module]:
-    divided = {name: m for name, m in model.named_modules() if state_of(m) is not None}
-    return divided or find_experts(model)
-
-
 def _loads(model: nn.Module, reset: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
     counted = [(n, m) for n, m in model.named_modules() if _ATTRIBUTE in vars(m)]
     if not counted:
@@ -189,11 +184,13 @@ def _loads(model: nn.Module, reset: bool) -> Iterator[tuple[str, nn.Module, Tens
             device = next(p.device for p in model.parameters())
             counts = torch.zeros(counter.experts, dtype=torch.int64, device=device)
         yield name, module, _summed(counts, groups)
-        counter.counts = None if reset else counter.counts
+        if reset and counter.counts is not None:
+            counter.counts.zero_()  # in place: a CUDA graph that is replayed adds to them too
 
 
 def _axes_of(module: nn.Module, *, experts: bool) -> list[ProcessGroup]:
-    """Returns the groups of the engine's axes of ``module``: those of its experts, or of the others."""
+    """Returns the process groups over which the engine reduces gradients of ``module``: those of its experts'
+    parameters, or of the other ones."""
     every = (b.axes for unit in units_of(module, recurse=True) for b in unit.group.buckets)
     axes = next((each for each in every if (each.mean_over is not None) == experts), None)
     found = [] if axes is None else [axes.replicate, axes.shard]
@@ -208,8 +205,12 @@ def _summed(counts: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     return counts
 
 
+_BIASES = ("correction_bias", "expert_bias")
+
+
 def _bias_of(model: nn.Module, name: str, experts: int) -> tuple[nn.Module, str]:
-    """Returns the module and the attribute of the correction bias of the experts ``name``."""
+    """Returns (module, attribute) of the correction bias for the experts module ``name``. ``experts``: how
+    many it has. Raises StateError if there is none."""
     around = model.get_submodule(name.rpartition(".")[0])
     for owner in around.modules():
         for attribute, value in (*owner._buffers.items(), *owner._parameters.items()):
@@ -219,6 +220,3 @@ def _bias_of(model: nn.Module, name: str, experts: int) -> tuple[nn.Module, str]
         f"{type(around).__name__} around {name} has no correction bias: a buffer or parameter of {experts} "
         f"numbers whose name ends in {' or '.join(_BIASES)}"
     )
-
-
-_BIASES = ("correction_bias", "expert_bias")

@@ -22,9 +22,5 @@ if TYPE_CHECKING:
     from parallel3d.guards.timeouts import phase as phase
 else:
     export_lazily(
-        __name__,
-        {
-            ".debugging": "Diagnosis debug diagnose watch",
-            ".timeouts": "Timeouts phase",
-        },
+        __name__, {".debugging": "Diagnosis debug diagnose watch", ".timeouts": "Timeouts phase"}
     )

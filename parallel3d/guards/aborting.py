@@ -18,7 +18,8 @@ LOAD_AGAIN = (
 
 
 class Abort:
-    """Aborts all NCCL communicators of this process. The object exists as soon as one may have been aborted.
+    """An abort of all NCCL communicators of this process; while there is such an object, results may be
+    undefined.
 
     Under NCCL the device waits for a collective, in a kernel that only an abort ends, and the main thread
     waits for the device. After the abort it would continue with incomplete results of the kernels. So
@@ -27,20 +28,16 @@ class Abort:
     Each communicator is aborted in a thread of its own, all at the same time, because an abort may wait for
     the device, and so for the kernels of the others (pytorch/pytorch#119797). The threads are daemons,
     because an abort may never end (NVIDIA/nccl#1777).
-
-    Args:
-        backends: what ``communicators`` returned for the groups of this process; not empty.
-        where: the step, phase and unit that this rank is in.
     """
 
     def __init__(self, backends: Sequence[Any], where: str) -> None:
-        self.where = where
+        self.where = where  # the step, phase and unit that this rank is in
         self._backends = list(backends)
         self._problems: list[str] = []
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts the threads; a thread that can't be started counts as an abort that has raised."""
+        """Starts a thread for each communicator; one that can't be started counts as a failed abort."""
         for backend in self._backends:
             thread = threading.Thread(
                 target=self._run, args=(backend,), name="parallel3d-guards-abort", daemon=True
@@ -53,14 +50,14 @@ class Abort:
                 self._threads.append(thread)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the threads, ``seconds`` at most. Returns whether all have ended."""
+        """Waits for the aborts, at most ``seconds``. Returns whether all have ended."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def __str__(self) -> str:
-        """Returns what has been aborted, and which aborts have raised or not ended yet."""
+        """Returns a text that says what has been aborted, and which aborts have raised or not ended yet."""
         number = len(self._backends)
         text = f"{number} NCCL communicator{'s' if number != 1 else ''} aborted, at {self.where}"
         if self._problems:

@@ -23,21 +23,17 @@ _KINDS = ("failed", "lost", "left", "roll", "end")
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank posts.
+    """A message that one rank posts to all ranks.
 
-    Attributes:
-        kind: ``failed``: the rank raised an error that is not a collective's; ``lost``: one of its
-            collectives failed; ``left``: it left the watched block; ``roll``: it asks all live ranks to
-            answer; ``end``: it has found its answer.
-        error: type and text of the exception.
-        where: the step, phase and unit that ``rank`` was in, in words.
-        step: the step as a number.
+    The kinds are ``failed``: the rank raised an error that is not a collective's; ``lost``: one of its
+    collectives failed; ``left``: it left the watched block; ``roll``: it asks all live ranks to answer;
+    ``end``: it has found out why its collective failed.
     """
 
     kind: str
     rank: int
-    error: str = ""
-    where: str = ""
+    error: str = ""  # type and text of the exception
+    where: str = ""  # the step, phase and unit that ``rank`` was in, in words
     step: int = 0
 
 
@@ -74,18 +70,14 @@ _AS = {"host": _as_host, "forwards": _as_forwards, "answer": _as_answer}
 
 
 class Board:
-    """One rank's access to the notes, and to the facts that each rank posts about itself.
+    """One rank's access to the job's notes in the store, and to the facts that each rank posts about itself.
 
     The topics of these facts are ``host``, the name of its machine; ``forwards``, the numbers of forwards
     that it has begun, with a gradient and without; and ``answer``, its answer to a note ``roll``: ``where``
-    it is and its ``stack``.
+    it is and its ``stack``. No other thread may use the connection ``table``.
 
     The store has no lock, and any process that reaches it can write to it: values that no rank can have
     written are ignored, with one warning.
-
-    Args:
-        table: the part of the store that these ranks share; no other thread may use this connection.
-        world_size: number of ranks; None: any.
     """
 
     def __init__(self, table: dist.Store, world_size: int | None = None) -> None:
@@ -96,7 +88,6 @@ class Board:
         self._warned = False
 
     def post(self, note: Note) -> None:
-        """Adds ``note`` to the list."""
         if self._count() is None:  # not a number: adding to it would end this connection
             number = self._next
             while self._table.check([f"note/{number}"]):
@@ -106,7 +97,7 @@ class Board:
         self._table.set(f"note/{number}", json.dumps(asdict(note)))
 
     def read(self) -> list[Note]:
-        """Returns the notes posted since the last call."""
+        """Returns the notes that ranks have posted since the last call."""
         notes = []
         while True:
             note = self._read(f"note/{self._next}", lambda value: _as_note(value, self._world_size))
@@ -118,16 +109,16 @@ class Board:
             self._gap = None
 
     def post_fact(self, topic: str, rank: int, value: object) -> None:
-        """Posts what ``topic`` is of this rank."""
+        """Posts ``value`` as this rank's fact ``topic``."""
         self._table.set(f"{topic}/{rank}", json.dumps(value))
 
     def facts(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """Returns what ``topic`` is of those of ``ranks`` that have posted it."""
+        """Returns rank -> its fact ``topic``, for those of ``ranks`` that have posted one."""
         values = {rank: self._read(f"{topic}/{rank}", _AS[topic]) for rank in ranks}
         return {rank: value for rank, value in values.items() if value is not None}
 
     def _read(self, key: str, check: Callable[[Any], Any]) -> Any:
-        """Returns the value of ``key``, or None if there is none or it is not valid."""
+        """Returns the value of ``key``, converted by ``check``; None if there is none or it is not valid."""
         if not self._table.check([key]):
             return None
         text = self._table.get(key)
@@ -150,7 +141,7 @@ class Board:
                 )
 
     def _count(self) -> int | None:
-        """Returns how many numbers have been taken, or None if the counter is not valid."""
+        """Returns the number of the latest note; None if the store's counter is not valid."""
         if not self._table.check(["notes"]):
             return 0
         text = self._table.get("notes")
@@ -193,7 +184,7 @@ class Pulse:
         self._heard = (b"", time.monotonic())  # the next rank's number, and since when it has it
 
     def beat(self) -> bool:
-        """Gives a sign of life if it is due. Returns whether the next rank is silent."""
+        """Increments this rank's number if that is due. Returns whether the next rank is silent."""
         now = time.monotonic()
         if now < self._due:
             return False
@@ -209,5 +200,5 @@ class Pulse:
         return number != _ENDED and now - self._heard[1] > self.silence
 
     def end(self) -> None:
-        """Says that this rank leaves, so that it is not taken for silent."""
+        """Posts that this rank leaves, so that it doesn't count as silent."""
         self._table.set(self._own, _ENDED.decode())

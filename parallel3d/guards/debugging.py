@@ -36,12 +36,11 @@ from parallel3d.mesh.agreement import name_ranks
 
 @torch.no_grad()
 def compare_whole_gradients(model: nn.Module) -> None:
-    """Checks that gradients which are not sharded over tp are equal on all ranks of each tp group.
-
-    Every rank of the model's mesh must call it, after a backward.
+    """Compares, within each tp group, the gradients that are not sharded over tp. All ranks of the mesh call
+    it, after a backward.
 
     Raises:
-        AgreementError: on every rank, with the first parameter whose gradients differ by more than rounding.
+        AgreementError: they differ by more than rounding; on every rank, with the first parameter.
     """
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     mesh = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)
@@ -69,7 +68,8 @@ def compare_whole_gradients(model: nn.Module) -> None:
 
 
 def _difference(grad: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the difference from the first rank's, relative to the largest value; 0 if within rounding."""
+    """Returns by how much ``grad`` differs from that of the group's first rank, relative to the largest
+    value; 0 if by no more than rounding."""
     if not grad.numel():  # a shard without rows, on every rank of the group
         return torch.zeros((), device=grad.device)
     first = grad.clone()
@@ -82,7 +82,7 @@ def _difference(grad: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields this rank's shard of each gradient that is not sharded over tp."""
+    """Yields (name, this rank's shard) of each gradient that is not sharded over tp."""
     for name, param in model.named_parameters():
         grad = param.grad
         if grad is None or grad.layout != torch.strided:
@@ -159,8 +159,8 @@ _last: list[Debugger] = []  # the debugger of this process's current or last deb
 
 
 class Debugger:
-    """Records this rank's collectives and steps, and compares them with those of the other ranks, once a
-    process group of several ranks exists."""
+    """Records this rank's collectives and optimizer steps, and compares each with the other ranks' before it
+    is issued, once there is a process group of several ranks."""
 
     def __init__(
         self,
@@ -182,7 +182,8 @@ class Debugger:
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def before_collective(self, call: Collective, group: ProcessGroup, uneven: bool) -> None:
-        """Called by the recorder."""
+        """Compares ``call``, a collective about to be issued. ``uneven``: whether its bytes may differ by
+        rank."""
         assert self.recorder is not None
         if len(self.recorder.calls) > 10 * self._keep:
             self.recorder.clear()
@@ -192,7 +193,6 @@ class Debugger:
         self._meet(call.op, axis, ranks, unit=call.unit, bytes=size)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Called before each step of an optimizer."""
         ranks = tuple(self.journal.scope) if self.journal.open() else ()
         self._meet(f"optimizer step ({type(optimizer).__name__})", "", ranks)
         model, self._model = self._model, None
@@ -214,7 +214,7 @@ class Debugger:
         return RankEvent(self._number, what, messages=self._messages, **fields)
 
     def end(self, error: str) -> None:
-        """Records that this rank leaves, with ``error`` if there is one."""
+        """Records that this rank leaves debug mode, with ``error`` if there is one."""
         with suppress(RuntimeError):  # the store may be gone
             self.journal.note(self._event(f"left: {error}" if error else "left debug mode"))
         self.journal.close()
@@ -284,15 +284,12 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
 
 
 def find_divergence(events: Mapping[int, Sequence[RankEvent]]) -> str:
-    """Says in words where the sequences first differ, or which ranks stopped before the others."""
+    """Returns a text that says where the ranks' events first differ, or which ranks stopped before the
+    others; ``""`` if neither."""
     done = {rank: [event for event in log if not event.is_end] for rank, log in events.items()}
-    first, odd = first_difference(done)
-    if first:
-        if 2 * len(odd) < len(first):
-            head = f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the rest"
-        else:
-            head = "the ranks differ"
-        return f"{head}:{describe_places(first)}"
+    where, _ = first_difference(done)
+    if where:
+        return where
     last = {rank: log[-1].position if log else 0 for rank, log in done.items()}
     behind = [rank for rank in last if last[rank] == min(last.values())]
     if len(behind) == len(last):
@@ -302,7 +299,7 @@ def find_divergence(events: Mapping[int, Sequence[RankEvent]]) -> str:
 
 
 def _debug_if_asked(stack: ExitStack) -> None:
-    """``PARALLEL3D_DEBUG=1`` enters debug mode with the outermost watch."""
+    """Enters debug mode with the outermost watch if the environment has ``PARALLEL3D_DEBUG=1``."""
     if os.environ.get("PARALLEL3D_DEBUG", "0") not in ("", "0"):
         stack.enter_context(debug(folder=os.environ.get("PARALLEL3D_DEBUG_DIR") or None))
 

@@ -34,35 +34,26 @@ _MOST_BYTES = 32 * 2**20  # of a file of events; the one before it is kept
 
 @dataclass(frozen=True)
 class RankEvent:
-    """An event, such as a collective, that all of ``ranks`` take part in, as one of them has posted it.
+    """An event that all of ``ranks`` take part in, such as a collective, as recorded by one of them.
 
-    Attributes:
-        number: position among the events of this rank, from 1.
-        what: a collective's operation; ``optimizer step (AdamW)``; ``left debug mode``; or ``left: `` and an
-            error.
-        axis: axis of the mesh, or the name of the group.
-        unit: the unit that the engine issues it for; "" outside the engine.
-        bytes: bytes of a collective, as the recorder counts them; None if they may differ between ranks.
-        step, micro_batch: from 1; a micro-batch is a forward with a gradient.
-        ranks: the ranks that do it together; empty for events that are not compared (send, recv).
-        place: position among the events of these ranks on this axis, from 1.
-        messages: number of sends and receives among this rank's events up to this one, including it.
+    ``what`` is a collective's operation, ``optimizer step (AdamW)``, ``left debug mode``, or ``left: `` and
+    an error.
     """
 
-    number: int
+    number: int  # among the events of this rank, from 1
     what: str
-    axis: str = ""
-    unit: str = ""
-    bytes: int | None = None
+    axis: str = ""  # of the mesh, or the name of the group
+    unit: str = ""  # that the engine issues it for; "" outside the engine
+    bytes: int | None = None  # as the recorder counts them; None if they may differ between ranks
     step: int = 1
-    micro_batch: int = 0
-    ranks: tuple[int, ...] = ()
-    place: int = 0
-    messages: int = 0
+    micro_batch: int = 0  # from 1; it is a forward with a gradient
+    ranks: tuple[int, ...] = ()  # that do it together; none of what is not compared (send, recv)
+    place: int = 0  # among the events of these ranks on this axis, from 1
+    messages: int = 0  # sends and receives among this rank's events up to this one, including it
 
     @property
     def position(self) -> int:
-        """Number of compared events up to it, including itself."""
+        """Its number among this rank's events that are compared (all but sends and receives), from 1."""
         return self.number - self.messages
 
     @property
@@ -72,12 +63,12 @@ class RankEvent:
 
     @property
     def key(self) -> str:
-        """Identifies the axis and ranks in the store."""
+        """The key of its axis and ranks in the store."""
         ranks = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
         return f"{self.axis} {ranks[:16]}"
 
     def agrees_with(self, other: RankEvent) -> bool:
-        """Whether another rank's event is the same operation."""
+        """Whether ``other``, another rank's event, is the same operation."""
         if None not in (self.bytes, other.bytes) and self.bytes != other.bytes:
             return False
         names = ("what", "axis", "unit", "step", "micro_batch")
@@ -89,13 +80,10 @@ class RankEvent:
         size = f", {self.bytes:,} bytes" if self.bytes else ""
         return f"{self.what}{axis}{unit}{size} (step {self.step}, micro-batch {self.micro_batch})"
 
-    def to_json(self) -> str:
-        """Returns one line."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: Any) -> RankEvent:
-        """Raises ValueError, TypeError or KeyError if ``text`` is not an event."""
+        """Returns the event that a journal wrote as ``text``; ValueError, TypeError or KeyError if it is
+        none."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
@@ -108,12 +96,9 @@ class Journal:
     """This rank's last ``keep`` events: in memory and, once there are other ranks, in the store.
 
     Args:
-        folder: gets a file with all events. Each is written at once, so that it survives a SIGKILL.
-        scope: the ranks that run the same program, which are compared with each other; empty: all.
+        folder: gets a file with all events, each written at once, so that it survives a SIGKILL.
+        scope: the ranks that run the same program and are compared with each other; by default all.
         timeout: how long ranks wait for one that does not come.
-
-    Attributes:
-        is_shared: whether there are other ranks, as ``open`` found.
     """
 
     def __init__(
@@ -128,14 +113,14 @@ class Journal:
         self.events: deque[RankEvent] = deque(maxlen=keep)
         self._keep, self._timeout = keep, timeout
         self._table: dist.Store  # once it is shared
-        self.is_shared = False
+        self.is_shared = False  # with other ranks, as ``open`` found
         self._file: TextIO | None = None
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
 
     def open(self) -> bool:
-        """Returns whether there are other ranks; from then on they meet."""
+        """Connects the journal to the store if there are other ranks; returns whether it is connected."""
         if not self.is_shared and (peers := others()) is not None:
             store, self.rank, world_size = peers
             self._table = next_table(store, "guards/debug", self.rank)
@@ -144,9 +129,9 @@ class Journal:
         return self.is_shared
 
     def note(self, event: RankEvent, *more: str) -> None:
-        """Adds ``event``, in the store also under the keys ``more``."""
+        """Records ``event``; in the store also under the keys ``more``."""
         self.events.append(event)
-        text = event.to_json()
+        text = json.dumps(asdict(event))
         if self._file is not None:
             self._file.write(text + "\n")
             self._file.flush()
@@ -160,7 +145,6 @@ class Journal:
             set_keys(self._table, keys, text)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -186,13 +170,13 @@ class Journal:
             self._table.delete_key(self._place(event, self.rank, event.place - 1))
 
     def at(self, rank: int) -> RankEvent | None:
-        """Returns the last event of ``rank``."""
+        """Returns the last event of ``rank`` in the store; None if there is none."""
         if not self._table.check([f"at/{rank}"]):
             return None
         return RankEvent.from_json(self._table.get(f"at/{rank}"))
 
     def log(self, rank: int) -> list[RankEvent]:
-        """Returns the last ``keep`` events of ``rank``."""
+        """Returns the last ``keep`` events of ``rank`` in the store."""
         last = self.at(rank)
         if last is None:
             return []
@@ -219,7 +203,7 @@ class Journal:
                 self._fail_late(event)
 
     def _have_come(self, event: RankEvent, keys: Sequence[str]) -> bool:
-        """Waits a short while for ``keys``; returns whether they are set."""
+        """Waits up to a quarter of a second until all of ``keys`` are set; returns whether they are."""
         look = partial(self._raise_verdict, event)
         while_waiting.insert(0, look)  # first: ranks that raise the verdict count as failed then
         try:
@@ -236,11 +220,12 @@ class Journal:
             while_waiting.remove(look)
 
     def _missing(self, event: RankEvent) -> list[int]:
-        """Returns the ranks that have not come to ``event``."""
+        """Returns the ranks that have not posted this ``event`` yet."""
         return [r for r in event.ranks if not self._table.check([self._place(event, r)])]
 
     def _find_circle(self, event: RankEvent) -> tuple[tuple[int, int], ...] | None:
-        """Finds ranks that wait for each other, or for one that has left: (rank, number of its event)."""
+        """Returns ranks that wait for each other in a cycle, or for a rank that has left, as (rank, number of
+        its event); None if there are none."""
         path: list[tuple[int, int]] = []
         done: set[int] = set()
 
@@ -265,20 +250,17 @@ class Journal:
     # -- errors --------------------------------------------------------------------------------------
 
     def _fail_apart(self, event: RankEvent) -> NoReturn:
-        """Raises, as all that wait do, an error that says where each rank is."""
+        """Raises the error for ranks that do different things: it says where they first differ, and where
+        each is now. All ranks that wait raise it."""
         time.sleep(_SETTLE)
         self._raise_verdict(event)
         for look in while_waiting:  # another rank may have failed
             look()
         now = {rank: str(self.at(rank) or "nothing yet") for rank in self.scope}
         logs = {rank: self.log(rank) for rank in self.scope}
-        first, odd = first_difference(logs)
-        if first and 2 * len(odd) < len(first):
-            differ = "differs" if len(odd) == 1 else "differ"
-            head = f"{name_ranks(odd)} {differ} from the majority, about to issue:{describe_places(first)}"
-        else:
-            head = f"no majority does the same, about to issue:{describe_places(first or now)}"
-        text = f"The ranks diverge: {head}\nNow they are at:{describe_places(now)}"
+        where, odd = first_difference(logs)
+        where = where or "they wait for each other"
+        text = f"The ranks diverge: {where}\nNow they are at:{describe_places(now)}"
         for rank in odd[:2]:
             done = "; ".join(str(event) for event in logs[rank][-4:-1])
             text += f"\nBefore that rank {rank} issued: {done}" if done else ""
@@ -294,7 +276,8 @@ class Journal:
         )
 
     def _to_blame(self, event: RankEvent, seen: set[int]) -> set[int]:
-        """Returns the ranks that those at ``event`` wait for and that wait for no other themselves."""
+        """Returns the ranks that those at ``event`` wait for, directly or through others, and that wait for
+        no rank themselves."""
         blamed: set[int] = set()
         for rank in self._missing(event):
             if rank in seen:
@@ -306,7 +289,8 @@ class Journal:
         return blamed
 
     def _conclude(self, event: RankEvent, text: str) -> NoReturn:
-        """Makes ``text`` the verdict of all ranks, unless another rank was first, and raises the verdict."""
+        """Raises AgreementError with ``text`` as the verdict that all ranks raise; if another rank has posted
+        a verdict first, with that."""
         if self._table.add("verdicts", 1) == 1:
             self._table.set("verdict", text)
         with suppress(RuntimeError):  # the first rank may have died before it set the verdict
@@ -349,13 +333,14 @@ def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[R
 
 
 def describe_places(events: Mapping[int, str]) -> str:
-    """Returns lines such as ``ranks 0-1, 3: ...``, one per text, the one of the fewest ranks first."""
+    """Returns lines such as ``ranks 0-1, 3: ...``, one for each text of ``events``, fewest ranks first."""
     ordered = sorted(ranks_by_value(events).items(), key=lambda item: len(item[1]))
     return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in ordered)
 
 
-def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[dict[int, str], list[int]]:
-    """Returns (each rank's event, the odd ranks) where sequences of one program first differ, or empty.
+def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[str, list[int]]:
+    """Returns (text that says where the ranks' events first differ, the ranks that differ from most); ("",
+    []) if they don't.
 
     Sends and receives are not compared: ranks have different numbers of them.
     """
@@ -372,5 +357,9 @@ def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[dict[int,
         if len(same) > 1:
             common = max(same, key=len)
             odd = [rank for ranks in same if ranks is not common for rank in ranks]
-            return {rank: str(event) for rank, event in events.items()}, sorted(odd)
-    return {}, []
+            head = "no majority does the same"
+            if 2 * len(odd) < len(events):
+                head = f"{name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the majority"
+            places = describe_places({rank: str(event) for rank, event in events.items()})
+            return f"{head}, about to issue:{places}", sorted(odd)
+    return "", []

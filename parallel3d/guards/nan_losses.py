@@ -25,14 +25,10 @@ _UNSET = math.inf
 
 
 class NanLosses:
-    """Checks the losses of this rank until one is nan, and compares with the other ranks.
-
-    Attributes:
-        looks: whether losses are still checked: no loss was nan so far.
-    """
+    """Looks at this rank's losses until one is nan, and then compares with those of other ranks."""
 
     def __init__(self) -> None:
-        self.looks = True
+        self.looks = True  # no loss was nan so far
         # The store, and the number of the forward.
         self._posted: tuple[dist.Store, int] | None = None
         self._first = 0  # forwards of this rank before all ranks came together
@@ -41,12 +37,12 @@ class NanLosses:
         self._due = 0  # backwards until ``say`` may ask
 
     def meet(self) -> None:
-        """Called when all ranks are at the same point. Forwards are counted from here on, as ranks may have
+        """Called when all ranks are at the same point: forwards are counted from here on, as ranks may have
         run different numbers of them before."""
         self._first = issuing.forwards
 
     def post(self, number: int) -> None:
-        """Posts that the loss after forward ``number`` of this process is nan on this rank."""
+        """Posts that this rank's loss was nan after its forward ``number``."""
         self.looks = False
         number -= self._first
         found = others()
@@ -89,7 +85,8 @@ class NanLosses:
                 )
 
     def look_later(self, loss: torch.Tensor) -> None:
-        """Begins to copy ``loss``, on an accelerator, to the CPU, and looks at copies that have arrived."""
+        """Starts a copy of ``loss``, on an accelerator, to the CPU, without waiting for it; and looks at the
+        copies of earlier losses that have arrived."""
         while self._on_the_way and (value := self._on_the_way[0][1].item()) != _UNSET:
             number, copy = self._on_the_way.popleft()
             self._free.append(copy)

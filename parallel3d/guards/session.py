@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -33,28 +32,19 @@ from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.failures import is_of_communication, short
-from parallel3d.mesh.store import next_table, others, while_waiting
+from parallel3d.mesh.store import next_table, others, say, while_waiting
 
 
 class Monitor(threading.Thread):
-    """A thread that reads the board while the main thread computes or waits.
+    """A thread of each rank that reads the other ranks' notes (``board.py``) while the main thread computes
+    or waits.
 
     It answers notes ``roll``, which distinguishes a rank that hangs from one that was killed, and keeps
     copies of the notes in case the store's host ends. If the main thread, or the device, waits for a
     collective that can't complete any more, the thread ends that wait: on gloo the wait fails (see
     ``wake_waiting``), on NCCL the communicators are aborted (see ``Abort``). It also detects a rank, or a
-    store, that is silent.
-
-    Args:
-        table: the part of the store that the ranks share.
-        rank, world_size: rank and size of the default process group.
-        grace: seconds that ranks get to post their notes.
-        silence: seconds without a heartbeat after which a rank or the store counts as lost; None: never.
-
-    Attributes:
-        aborted: the abort of this rank's NCCL communicators; None as long as none has begun.
-        store_lost: whether the store can't be reached any more.
-        store_silent: whether it can't be reached because it has not answered for ``silence`` seconds.
+    store, that is silent. Ranks get ``grace`` seconds to post their notes; without a heartbeat for
+    ``silence`` seconds a rank, or the store, counts as lost.
     """
 
     def __init__(
@@ -69,7 +59,8 @@ class Monitor(threading.Thread):
         self.rank, self.world_size = rank, world_size
         self.grace, self.silence = grace, silence
         self.host = socket.gethostname()
-        self.aborted: Abort | None = None
+        self.aborted: Abort | None = None  # once the abort of NCCL communicators has begun
+        # Whether the store can't be reached, and whether that is as it has not answered for ``silence``.
         self.store_lost = self.store_silent = False
         own = clone_store(table)  # a connection of its own
         self._board = Board(own, world_size)
@@ -90,27 +81,26 @@ class Monitor(threading.Thread):
     # -- for the main thread -------------------------------------------------------------------------
 
     def notes(self) -> list[Note]:
-        """Returns the notes so far, of all ranks."""
         return list(self._notes)
 
     def failure(self) -> Note | None:
-        """Returns the first error that another rank raised itself, if there is one."""
+        """Returns the first note of another rank that raised an error of its own, or None."""
         notes = self.notes()
         return next((n for n in notes if n.kind == "failed" and n.rank != self.rank), None)
 
     def post(self, note: Note) -> None:
-        """Posts ``note`` to the other ranks."""
         self._ask(lambda: self._board.post(note))
 
     def facts(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """Returns what ``Board.facts`` does, with this rank's own number of forwards up to date."""
+        """Returns rank -> its fact ``topic``, for those of ``ranks`` that have posted one
+        (``Board.facts``)."""
         self._ask(self._count)
         return self._ask(lambda: self._board.facts(topic, ranks)) or {}
 
     def forward_begins(self) -> None:
-        """Called when a forward of a model begins. A forward without gradients, or one more than the last
-        step had, is posted first: if other ranks don't run it, this process may be ended within it.
-        """
+        """Called when a forward of a model begins. If other ranks may not run it (it is without gradients, or
+        one more than the last step had), its number is posted at once: this process may be ended within
+        it."""
         if torch.is_grad_enabled() and here.micro_batch <= here.usual:
             return
         self._posted.clear()
@@ -118,11 +108,11 @@ class Monitor(threading.Thread):
         self._posted.wait(0.2)  # no longer: the store may be silent
 
     def look(self) -> None:
-        """Reads the board now, without waiting for the thread."""
+        """Reads the other ranks' new notes now, without waiting for the thread to do so."""
         self._ask(self._read)
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Waits for ``done()`` while reading the board. Returns whether it became true in time."""
+        """Reads notes until ``done()`` is true, at most ``seconds``. Returns whether it became true."""
         end = time.monotonic() + seconds
         while not done():
             if self.store_lost or time.monotonic() > end:
@@ -132,7 +122,8 @@ class Monitor(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stops the thread, so that it ends no more waits. The main thread may still read the store.
+        """Stops the thread, so that it interrupts no more collectives. The main thread may still read the
+        store.
 
         If an abort has begun, this waits up to ``grace`` seconds for it, so that process groups are not
         destroyed meanwhile.
@@ -146,11 +137,12 @@ class Monitor(threading.Thread):
             self._ask(self._pulse.end)
 
     def close(self) -> None:
-        """Ends the watch over the store; the last call."""
+        """Stops the thread that looks whether the store answers; must be the last call."""
         self._closed.set()
 
     def _ask(self, what: Callable[[], Any]) -> Any:
-        """Calls ``what()`` in a thread of its own, which a silent store blocks instead of this one."""
+        """Returns ``what()``, called in another thread, so that a silent store doesn't block this one; None
+        if the store is lost."""
         if self._closed.is_set() or self.silence is None:
             return self._do(what)
         answer: Future[Any] = Future()
@@ -167,7 +159,7 @@ class Monitor(threading.Thread):
         return answer.result() if answer.done() else None
 
     def _do(self, what: Callable[[], Any]) -> Any:
-        """Calls ``what()``, which asks the store; None if the store is lost."""
+        """Returns ``what()``, which uses the connection to the store; None if the store is lost."""
         while not self._lock.acquire(timeout=0.1):
             if self.store_silent:  # the thread that holds the lock waits in the kernel
                 return None
@@ -186,7 +178,6 @@ class Monitor(threading.Thread):
     # -- the threads ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs until ``end``."""
         while not self.store_lost:
             self._news.wait(self.grace / 10)
             self._news.clear()
@@ -199,7 +190,8 @@ class Monitor(threading.Thread):
             self._wake()
 
     def _watch_store(self, silence: float) -> None:
-        """Gives the store up if a thread that asked it waits for ``silence`` seconds, in the kernel."""
+        """Runs in a thread of its own: declares the store lost if a call to it has not returned within
+        ``silence`` seconds."""
         while not self._closed.wait(min(1.0, silence / 6)):
             since = self._asked
             if since is not None and time.monotonic() - since > silence:
@@ -225,7 +217,7 @@ class Monitor(threading.Thread):
             self._seen = time.monotonic()
 
     def _beat(self) -> None:
-        """Gives a sign of life, and posts a note if the next rank gives none."""
+        """Sends this rank's heartbeat, and posts a note ``lost`` if the next rank sends none."""
         if self._ended.is_set() or self._pulse is None or not self._pulse.beat():
             return
         if self._seen is None:
@@ -235,7 +227,8 @@ class Monitor(threading.Thread):
             self._seen = time.monotonic()
 
     def _wake(self) -> None:
-        """Ends the waits of the main thread some time after a failure, if it has not noticed it by itself.
+        """Ends the collectives that the main thread waits for, 0.4 x ``grace`` seconds after another rank's
+        failure, if the main thread has not noticed it by itself.
 
         That is before ``grace`` is over, because the other ranks wait that long for this rank's note.
         """
@@ -256,14 +249,13 @@ class Monitor(threading.Thread):
                     wake_waiting(group)
 
     def _announce(self, number: int) -> None:
-        """Prints the cause: the main thread may not come to raise it, if an abort does not end."""
+        """Prints why ``number`` communicators are aborted: if the abort does not end, the main thread can't
+        raise the error."""
         failure = self.failure()
         why = "another rank is lost or silent"
         if failure is not None:
             why = f"rank {failure.rank} failed first, at {failure.where}: {failure.error}"
-        text = f"parallel3d: guards.watch on rank {self.rank} aborts {number} NCCL communicators: {why}"
-        with suppress(OSError, ValueError):  # nobody reads standard error
-            print(text, file=sys.stderr, flush=True)
+        say(f"guards.watch on rank {self.rank} aborts {number} NCCL communicators: {why}")
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
@@ -276,7 +268,7 @@ _TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
 
 
 def peer_failure(note: Note, rank: int) -> PeerFailureError:
-    """Returns the error of rank ``rank`` if ``note`` is the first failure."""
+    """Returns the error that rank ``rank`` raises; ``note`` is that of the rank that failed first."""
     return PeerFailureError(
         f"rank {note.rank} failed first, at {note.where}: {note.error}\nRank {rank} can't go on without it. "
         f"Look at the output of rank {note.rank}.",
@@ -287,7 +279,8 @@ def peer_failure(note: Note, rank: int) -> PeerFailureError:
 def find_cause(
     monitor: Monitor, error: BaseException, where: str, last_known: Callable[[int], str]
 ) -> PeerFailureError:
-    """Asks the other ranks, for up to ``monitor.grace`` seconds, what caused ``error`` on this rank.
+    """Returns the error to raise in place of ``error``, with which a collective of this rank has failed: asks
+    the other ranks for the cause, for up to ``monitor.grace`` seconds.
 
     ``where`` is the step, phase and unit of this rank; ``last_known`` returns those of another, or "".
     """
@@ -331,7 +324,7 @@ def _blame_the_silent(
     own: str,
     last_known: Callable[[int], str],
 ) -> PeerFailureError:
-    """Returns an error that names the ranks that have posted no note: lost ones, or ones that hang."""
+    """Returns an error that names the ranks that have posted no note: killed ones, or ones that hang."""
     notes = [note for note in monitor.notes() if note.kind in ("lost", "left")]
     silent = sorted(set(others) - {note.rank for note in notes})
     hung = monitor.facts("answer", silent)
@@ -362,7 +355,7 @@ def _blame_the_silent(
 def _lost(
     monitor: Monitor, host: str, ranks: Sequence[int], last_known: Callable[[int], str]
 ) -> str:
-    """Describes ``ranks``, all on ``host``, that have posted nothing and do not answer."""
+    """Returns a text about ``ranks``, all on ``host``, that have posted nothing and do not answer."""
     elsewhere = f" on {host}" if host and host != monitor.host else ""
     one = len(ranks) == 1
     text = f"{name_ranks(ranks)}{elsewhere} {'is' if one else 'are'} lost: killed or hung"
@@ -374,7 +367,7 @@ def _lost(
 
 
 def _others_lost(monitor: Monitor) -> str:
-    """Describes other ranks that lost a collective too; "" if there are none."""
+    """Returns a text about other ranks whose collective failed too; "" if there are none."""
     notes = [n for n in monitor.notes() if n.kind == "lost" and n.rank != monitor.rank]
     if not notes:
         return ""
@@ -386,13 +379,10 @@ def _others_lost(monitor: Monitor) -> str:
 
 
 def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
-    """Returns a text with the ranks that have begun more forwards than most ranks; "" if there are none.
+    """Returns a text with the ranks that have begun more forwards than most; "" if there are none.
 
-    Args:
-        counts: rank -> numbers of its forwards (with a gradient, without).
-
-    After an additional forward a rank's collectives are matched with different ones of the other ranks, so
-    that any rank may fail.
+    ``counts``: rank -> numbers of its forwards (with a gradient, without). After an additional forward a
+    rank's collectives are matched with different ones of the others, so that any rank may fail.
     """
     without = {rank: count for rank, (_, count) in counts.items()}
     both = {rank: sum(count) for rank, count in counts.items()}
@@ -466,7 +456,7 @@ def watch(
 
 
 class Session:
-    """The outermost watch; it has a monitor as soon as there is a process group."""
+    """The state of the outermost ``watch``; it has a monitor as soon as there is a process group."""
 
     def __init__(self, grace: timedelta, silence: timedelta | None) -> None:
         self._grace = grace.total_seconds()
@@ -476,7 +466,7 @@ class Session:
         self.last_known: Callable[[int], str] = lambda rank: ""
 
     def open(self) -> Monitor | None:
-        """Returns the monitor, which it starts; None as long as there are no other ranks."""
+        """Starts the monitor if there are other ranks, and returns it; None as long as there are none."""
         if self._monitor is None and (peers := others()) is not None:
             store, rank, world_size = peers
             table = next_table(store, "guards/watch", rank)
@@ -488,18 +478,14 @@ class Session:
         return self._monitor
 
     def check(self) -> None:
-        """Raises PeerFailureError if another rank has failed; called while a rank waits in the store."""
+        """Raises PeerFailureError if another rank has failed; called while this rank waits in the store."""
         monitor = self.open()
         failure = None if monitor is None else monitor.failure()
         if monitor is not None and failure is not None:
             raise peer_failure(failure, monitor.rank)
 
     def refuse(self, what: str) -> None:
-        """Raises PeerFailureError if this rank's communicators have been aborted.
-
-        Args:
-            what: what this rank was about to do, and whether it was done.
-        """
+        """Raises PeerFailureError if this rank's communicators have been aborted; see ``refuse_aborted``."""
         if self._monitor is not None and self._monitor.aborted is not None:
             raise self._refusal(self._monitor, self._monitor.aborted, what)
 
@@ -511,7 +497,8 @@ class Session:
     def _refusal(
         self, monitor: Monitor, abort: Abort, what: str, error: BaseException | None = None
     ) -> PeerFailureError:
-        """Returns the error to raise after ``abort``, in place of ``error``, which the body has raised since.
+        """Returns the error to raise after ``abort``, with its cause. ``what``: what this rank was about to
+        do; ``error``: what the body has raised since.
 
         Any such error may come from undefined results of the abort, so it is not blamed on this rank.
         """
@@ -535,7 +522,8 @@ class Session:
             monitor.close()
 
     def _tell(self, monitor: Monitor, error: BaseException | None) -> PeerFailureError | None:
-        """Posts how the body has ended, or finds the cause of a failed collective."""
+        """Posts how the body has ended. Returns the error to raise instead of ``error`` if that is of a
+        collective, or if there was an abort; else None."""
         where, rank, abort = str(here), monitor.rank, monitor.aborted
         normal = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         foreseen = isinstance(error, PeerFailureError)
@@ -569,16 +557,14 @@ at_begin: list[Callable[[ExitStack], None]] = []
 
 
 def current_session() -> Session | None:
-    """Returns the session of the watch that is entered."""
+    """Returns the state of the outermost watch that is entered; None if there is none."""
     return _sessions[-1] if _sessions else None
 
 
 def refuse_aborted(what: str) -> None:
-    """Raises PeerFailureError if the watch that is entered has aborted this rank's communicators.
-
-    Args:
-        what: what this rank was about to do, and whether it was done.
-    """
+    """Raises PeerFailureError if ``watch`` has aborted this rank's communicators, because results may then be
+    undefined. ``what``: a sentence for the message that says what this rank was about to do, and whether it
+    was done."""
     if _sessions:
         _sessions[-1].refuse(what)
 
@@ -597,7 +583,7 @@ class Watch(ContextDecorator):
         return Watch(self._timeouts, self._grace, self._silence)
 
     def __enter__(self) -> Watch:
-        """Raises StateError if it is entered already."""
+        """Starts the watch; StateError if this object is entered already."""
         if self._stack is not None:
             raise StateError(
                 "this guards.watch is entered already; call guards.watch() again for a block within its block"

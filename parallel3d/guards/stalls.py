@@ -36,7 +36,8 @@ _ANY = "any"  # whether a rank waits: the others then post where they are
 
 
 def say_where_ranks_wait() -> None:
-    """From now on ranks that wait for each other at different places say where; see above."""
+    """Starts, once, the thread that looks whether this rank waits for others (see the top of the file), if
+    there are other ranks."""
     if others() is not None:
         _start()
 
@@ -77,12 +78,8 @@ def _run(ended: threading.Event) -> None:
 
 
 class Stall:
-    """Posts which line this rank runs, and reads those of the other ranks.
-
-    Args:
-        table: the part of the store that the ranks share; no other thread may use this connection.
-        thread: the thread whose current line is posted.
-    """
+    """Posts which line ``thread``, the main thread of this rank, runs, and reads those of the other ranks. No
+    other thread may use the connection ``table``."""
 
     def __init__(
         self, table: dist.Store, rank: int, world_size: int, thread: int | None = None
@@ -95,7 +92,8 @@ class Stall:
         self._said: set[str] = set()
 
     def look(self, now: float) -> None:
-        """Notices whether this rank is where it was, and says where all are once it waits ``AFTER``."""
+        """Called a few times a minute: posts where this rank is if any rank waits, and prints where all are
+        once this one has been at one line for ``AFTER``."""
         frame, called = users_frame(sys._current_frames().get(self._thread or 0))
         at = (_stack(frame), called, issuing.unit, issuing.runs)
         if at != self._at:
@@ -116,7 +114,7 @@ class Stall:
             self._say()
 
     def _say(self) -> None:
-        """Says it on the first of the ranks that wait, if they are at different places."""
+        """Prints where all ranks are, on the first of those that wait, if they are at different places."""
         places: dict[int, str] = {}
         for rank in range(self._world_size):
             text = "unknown: it does not answer"
@@ -137,7 +135,7 @@ class Stall:
 
 
 def _stack(frame: FrameType | None) -> list[tuple[object, int]]:
-    """Returns the place in each function that is running, but not the frames: they keep tensors alive."""
+    """Returns the place in each running function, innermost first; frames would keep tensors alive."""
     places: list[tuple[object, int]] = []
     while frame is not None:
         places.append((frame.f_code, frame.f_lasti))
@@ -146,7 +144,8 @@ def _stack(frame: FrameType | None) -> list[tuple[object, int]]:
 
 
 def _describe(frame: FrameType | None, called: str) -> str:
-    """Returns for example ``train.py:8 main, in full_tensor (2 forwards begun)``."""
+    """Returns a text such as ``train.py:8 main, in full_tensor (2 forwards begun)``. ``called``: the function
+    that the user's code calls."""
     place = "no line of Python"
     if frame is not None:
         code = frame.f_code

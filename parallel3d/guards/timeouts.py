@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -19,53 +18,45 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.groups import all_groups, group_timeout, set_group_timeout
 from parallel3d._util.trace import issuing
+from parallel3d._util.users_code import is_users
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
 
 class Position:
-    """The position of this rank in its training, as far as hooks count it.
-
-    Attributes:
-        step: number of optimizer steps so far; with several optimizers the largest of their numbers.
-        phase: the phase that ``guards.phase`` has set; ``start`` until the first step is over.
-        forwards: ``issuing.forwards`` after the last step.
-        usual: number of forwards with a gradient in the last step.
-    """
+    """Where this rank is in its training: step, micro-batch and phase, as hooks count them."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begins again at the start."""
-        self.step = 0
-        self.phase = "start"
-        self.forwards = issuing.forwards
-        self.usual = 0
+        self.step = 0  # optimizer steps so far; of several optimizers the largest number
+        self.phase = "start"  # until the first step is over, or what ``guards.phase`` has set
+        self.forwards = issuing.forwards  # after the last step
+        self.usual = 0  # forwards with a gradient in the last step
         self._begun = issuing.forwards, issuing.runs
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     @property
     def micro_batch(self) -> int:
-        """Forwards with a gradient since the last step: the number of the current micro-batch, from 1."""
+        """The current micro-batch's number, from 1: forwards with a gradient since the last step."""
         return issuing.forwards - self.forwards
 
     @property
     def runs(self) -> tuple[int, int]:
-        """Forwards that models have begun, with a gradient and without."""
+        """How many forwards models have begun, (with a gradient, without)."""
         forwards = issuing.forwards - self._begun[0]
         return forwards, issuing.runs - self._begun[1] - forwards
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Counts a step of ``optimizer``."""
         self._steps[optimizer] = count = self._steps.get(optimizer, 0) + 1
         self.step = max(self.step, count)
         self.usual = self.micro_batch
         self.forwards = issuing.forwards
 
     def __str__(self) -> str:
-        """Returns for example ``step 3, unit layers.1, phase step``; steps count from 1."""
+        """Returns a text such as ``step 3, unit layers.1, phase step``; steps count from 1."""
         unit = f", unit {issuing.unit}" if issuing.unit else ""
         return f"step {self.step + 1}{unit}, phase {self.phase}"
 
@@ -73,25 +64,22 @@ class Position:
 here = Position()
 """The progress of this rank."""
 
-_LIBRARIES = tuple(
-    {str(Path(p).resolve()) for p in (sysconfig.get_path("stdlib"), *torch.__path__)}
-    | {str(Path(__file__).resolve().parent)}
-)
-
 
 def stack_of(thread: int) -> str:
-    """Returns a thread's innermost three frames outside torch and Python's library, innermost first."""
+    """Returns a text with the innermost three functions that ``thread`` (its id) runs, innermost first,
+    without torch and Python's library."""
     innermost = sys._current_frames().get(thread)
     frames = [] if innermost is None else traceback.walk_stack(innermost)
     own = [
         f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
         for frame, line in frames
-        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+        if is_users(frame, ours=True)
+        and not frame.f_globals.get("__name__", "").startswith(_GUARDS)
     ]
     return ", called by ".join(own[:3]) or "unknown"
 
 
-_OURS = str(Path(__file__).resolve().parents[1])
+_GUARDS = "parallel3d.guards."
 
 # Functions around the one that the user calls; of modules, which are called, forward.
 _AROUND = {"wrapper": "", "inner": "", "decorate_context": "", "told": ""}
@@ -99,14 +87,13 @@ _AROUND |= {"__call__": "forward", "_wrapped_call_impl": "forward"}
 
 
 def users_frame(innermost: FrameType | None) -> tuple[FrameType | None, str]:
-    """Returns the innermost frame of the user's program, and the function that it calls."""
+    """Returns the innermost frame of the user's program at or around ``innermost``, and the name of the
+    function that it calls."""
     called = ""
-    while innermost is not None:
-        code = innermost.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, _OURS, "<frozen")):
-            break
+    while innermost is not None and not is_users(innermost):
+        name = innermost.f_code.co_name
         innermost = innermost.f_back
-        called = _AROUND.get(code.co_name, code.co_name) or called
+        called = _AROUND.get(name, name) or called
     return innermost, called
 
 
@@ -145,14 +132,14 @@ class Timeouts:
 
 
 class Schedule:
-    """Sets the timeouts of a watch."""
+    """Sets the process groups' timeouts for one ``watch``, by phase."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self.timeouts = timeouts
         self._before: dict[ProcessGroup, timedelta] = {}
 
     def begin(self) -> None:
-        """Sets the timeout of phase ``start``, as soon as there are groups."""
+        """Sets the timeout of phase ``start``, once there are groups; keeps the earlier ones for ``end``."""
         if not self._before and others() is not None:
             self._before = {group: group_timeout(group) for group in all_groups()}
             _set_all(self.timeouts.start)
@@ -193,7 +180,8 @@ _for_saving: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def keep_for_saving(group: ProcessGroup) -> None:
-    """Says that ``group`` is only used for checkpoints, also in the background: phases keep its timeout."""
+    """Registers ``group`` as one that is only used for checkpoints, also in the background: it keeps the
+    timeout ``save`` in all phases."""
     _for_saving.add(group)
     if active:
         active[-1].set_save(group)

@@ -14,9 +14,4 @@ if TYPE_CHECKING:
     from parallel3d.integrations import transformers as transformers
     from parallel3d.integrations import trl as trl
 else:
-    export_lazily(
-        __name__,
-        {
-            ".": "accelerate lightning torchtitan transformers trl",
-        },
-    )
+    export_lazily(__name__, {".": "accelerate lightning torchtitan transformers trl"})

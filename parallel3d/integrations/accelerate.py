@@ -22,11 +22,10 @@ class use(AbstractContextManager["use"]):
         p3d.integrations.accelerate.use()
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
 
-    ``undo()``, or the end of a ``with`` block, restores torch's function; if several are in effect, the last
-    one to end does, in any order. Models that are sharded already stay as they are. accelerate imports
-    ``fully_shard`` from ``torch.distributed.fsdp`` each time it shards a model, which is the name that is
-    replaced: so other code that imports it from there meanwhile gets ours too, and code that has imported it
-    before does not.
+    ``undo()``, or the end of a ``with`` block, restores torch's function; if several are in effect, the one
+    that ends last does. Models that are sharded already stay as they are. accelerate imports ``fully_shard``
+    from ``torch.distributed.fsdp`` each time it shards a model, which is the name that is replaced: so other
+    code that imports it from there meanwhile gets ours too, and code that has imported it before does not.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -45,7 +44,7 @@ class use(AbstractContextManager["use"]):
         _in_effect.append(self)
 
     def undo(self) -> None:
-        """Puts back what was there before, unless another is in effect; a second call does nothing."""
+        """Restores torch's function, unless another ``use`` is in effect; a second call does nothing."""
         if self in _in_effect:
             _in_effect.remove(self)
             if not _in_effect:

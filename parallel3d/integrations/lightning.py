@@ -60,8 +60,8 @@ class Strategy(ModelParallelStrategy):
     After ``configure_model`` and before ``configure_optimizers`` it parallelizes the module's one child with
     parameters, and initializes it with ``materialize`` if it is on meta. ``configure_model`` may also call
     ``parallelize(..., self.device_mesh)`` itself. Samplers, metrics (``log(sync_dist=True)``, torchmetrics)
-    and ``all_gather`` are over the data ranks: those of one tp group count once. Gradients are clipped by
-    norm with ``optim.clip_grad_norm_``, and with ``accumulate_grad_batches`` the last batch alone is
+    and ``all_gather`` are over the data ranks: the ranks of one tp group count as one. Gradients are clipped
+    by norm with ``optim.clip_grad_norm_``, and with ``accumulate_grad_batches`` the last batch alone is
     all-reduced over replicate. A checkpoint is a folder of ``checkpoint.save``, which a Trainer on any mesh
     resumes from; ``checkpoint.load`` reads it into a plain LightningModule.
 
@@ -140,9 +140,7 @@ class Strategy(ModelParallelStrategy):
                     f"{self._options['mp_policy']}; give one of them"
                 )
             self._options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
-                output_dtype=torch.float32,
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
             plugin = Precision()  # in place of autocast
             plugin.precision = "bf16-mixed"
@@ -203,7 +201,7 @@ class Strategy(ModelParallelStrategy):
         self._roots = [module for module in owner.modules() if isinstance(module, FSDPModule)]
 
     def _chosen(self, owner: LightningModule) -> nn.Module:
-        """Returns the module to parallelize, outside which nothing is trained."""
+        """Returns the module to parallelize; raises Parallel3dError if parameters outside it are trained."""
         children = [
             name for name, child in owner.named_children() if any(True for _ in child.parameters())
         ]
@@ -235,7 +233,7 @@ class Strategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are still reduce-scattered, so that memory stays that of one batch."""
+        """Defers the all-reduce over replicate; gradients are still reduce-scattered, to save memory."""
         for root in self._roots:
             root.set_requires_all_reduce(False, recurse=False)
         try:
@@ -316,7 +314,7 @@ class Strategy(ModelParallelStrategy):
         )
 
     def _folder(self, path: str | os.PathLike[str]) -> Path:
-        """The first rank's ``path``, on every rank."""
+        """Returns the first rank's ``path``, on every rank; raises CheckpointError for a URL."""
         path = self.broadcast(os.fspath(path))
         if "://" in path:
             raise CheckpointError(

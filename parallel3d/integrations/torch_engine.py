@@ -8,14 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-)
-from torch.distributed.tensor.parallel import (
-    SequenceParallel as TorchSequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 
 from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
 from parallel3d._torch.simulated import ranks_are_simulated
@@ -46,7 +40,8 @@ def prepare(
     mesh: DeviceMesh,
     policy: TorchMixedPrecisionPolicy,
 ) -> tuple[Callable[..., Any], ResolvedPlan | None]:
-    """Returns torch's ``fully_shard`` with the data axes of ``mesh``, and ``plan`` with torch's styles.
+    """Returns (torch's ``fully_shard`` for the data axes of ``mesh`` and ``policy``, ``plan`` with torch's
+    styles).
 
     Args:
         model: the root; not changed.
@@ -55,7 +50,7 @@ def prepare(
         mesh: with axes ``shard`` and perhaps ``replicate`` and ``tp``.
 
     Raises:
-        Parallel3dError, PlanError, MeshError: torch has no equivalent, or would fail later.
+        Parallel3dError, PlanError, MeshError: torch has nothing that does the same, or would fail later.
     """
     shard = _sharding(model, units, mesh, policy)
     if plan is not None:
@@ -69,7 +64,7 @@ def _sharding(
     mesh: DeviceMesh,
     policy: TorchMixedPrecisionPolicy,
 ) -> Callable[..., Any]:
-    """Returns torch's ``fully_shard`` with the data axes of ``mesh`` and its own kind of policy."""
+    """Returns torch's ``fully_shard`` for the data axes of ``mesh``, with ``policy`` as torch's class."""
     if ranks_are_simulated():
         raise Parallel3dError(
             "engine=\"torch\": torch's fully_shard can't run on simulated ranks; use real processes"
@@ -100,7 +95,7 @@ def _sharding(
 
 
 def _policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchMixedPrecisionPolicy:
-    """Returns ``policy`` as torch's own class; Parallel3dError if it asks for what torch has not."""
+    """Returns ``policy`` as torch's MixedPrecisionPolicy; raises Parallel3dError for what that can't do."""
     if not isinstance(policy, MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -123,7 +118,7 @@ def _policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchMixedPr
 
 
 def _check_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
-    """Raises Parallel3dError for parameters that torch's ``fully_shard`` refuses, some only in forward."""
+    """Raises Parallel3dError for parameters that torch's ``fully_shard`` refuses, at once or in forward."""
     names = {param: name for name, param in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     for unit in (*units, [model]):
@@ -156,10 +151,11 @@ def _with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) ->
 
     Args:
         plan: resolved for ``model``.
-        num_shards: ranks of the ``shard`` axis, over which torch splits what a style has left.
+        num_shards: ranks of the ``shard`` axis, over which torch splits what tp has left to a rank.
 
     Raises:
-        PlanError: torch has no such style, or can't split a module's sizes; it names the first modules.
+        PlanError: torch has no style for some modules, or can't split their sizes; it names the first of
+            them.
     """
     if plan.tp_size == 1:
         return plan
@@ -197,8 +193,8 @@ def _with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) ->
 
 
 def _torch_style(planned: PlannedModule, module: nn.Module) -> Style | None:
-    """Returns the style of torch's that computes the same as the planned one, in a ``TorchStyle``, or one of
-    ours that changes no parameter; None where the module stays plain."""
+    """Returns torch's style, in a ``TorchStyle``, that computes the same as the planned one; the planned one
+    if it changes no parameter; None if the module needs no style."""
     style = planned.style
     if isinstance(style, (TorchStyle, LocalSizes, NoFastPath)):
         return style
@@ -244,7 +240,7 @@ def _layout(name: str, sequence_dim: int) -> Replicate | Shard:
 
 
 def _instead(style: Style) -> str:
-    """Returns what to write where torch has a style for a plan that means the same."""
+    """Returns a hint for an error: how to write the plan so that torch has a style for it, or ""."""
     if getattr(style, "input", None) == "gathered":
         return '; give input="sequence" or "replicate", and its module no PrepareInput'
     if getattr(style, "chunks", 1) > 1:
@@ -255,7 +251,7 @@ def _instead(style: Style) -> str:
 
 
 def _check_sizes(param: PlannedParam, tp: int, num_shards: int) -> None:
-    """Raises PlanError for sizes of which the ranks of ``tp``, and then of ``shard``, get unequal parts."""
+    """Raises PlanError if ranks of ``tp``, and of ``shard`` within these, would get parts of unequal size."""
     placement = param.rule.placement
     if not isinstance(placement, Shard):
         return

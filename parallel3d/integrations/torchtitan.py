@@ -1,4 +1,5 @@
-"""torchtitan: its models' sharding, which each family declares in its ``sharding.py``, as a plan of ours."""
+"""torchtitan: the sharding that a model family declares in its ``sharding.py``, as a plan for
+``parallelize``."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def plan(model: nn.Module) -> dict[str, str | Style]:
 
 
 def _for_all_layers(rules: dict[str, str | Style], paths: list[str]) -> dict[str, str | Style]:
-    """Returns the rules with one pattern for what has the same style in all layers."""
+    """Returns the rules with one pattern, such as ``layers.*.wq``, for modules alike in all layers."""
     number = Counter(map(numberless, paths))
     alike: dict[str, list[str]] = {}
     for path in rules:
@@ -122,7 +123,7 @@ def _for_all_layers(rules: dict[str, str | Style], paths: list[str]) -> dict[str
 
 
 class _Sharding:
-    """What a module's ``ShardingConfig`` says of ``tp``, in the words of layouts."""
+    """What a module's ``ShardingConfig`` says of ``tp``: its layouts as words, see ``_word``."""
 
     def __init__(self, name: str, config: Any, configs: dict[str, Any]) -> None:
         self.params = {n: _word(layout) for n, layout in config.state_shardings.items()}
@@ -138,12 +139,12 @@ class _Sharding:
 
 
 def _first(layouts: dict[str, SpmdLayout] | None) -> str:
-    """The first input's layout; ``""``: not declared."""
+    """Returns the first input's layout as a word; ``""`` if it is not declared."""
     return _word(next(iter(layouts.values()))) if layouts else ""
 
 
 def _word(layout: SpmdLayout | None) -> str:
-    """``"whole"``, ``"partial"``, or ``"0"``, ``"1"``, ``"-1"``: split along this dim; ``""``: none given."""
+    """Returns a layout on ``tp`` as ``"whole"``, ``"partial"`` or the split dim (``"0"``); None as ``""``."""
     if layout is None:
         return ""
     types = layout.per_axis_spmd_types()
@@ -159,7 +160,7 @@ def _word(layout: SpmdLayout | None) -> str:
 
 
 def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict[str, str | Style]:
-    """Returns the rules for the module ``name``, by path from it."""
+    """Returns the plan's rules for the module ``name``: path within it (``""``: itself) -> style."""
     module: Any = modules[name]
     own = {n: sharding.params.get(n, "?") for n, p in module._parameters.items() if p is not None}
     is_split = any(word != "whole" for word in own.values())
@@ -220,7 +221,7 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
 
 
 def _group(module: Any, around: Any) -> int:
-    """How many output features of a linear must stay together: the heads that share a key and a value."""
+    """Returns how many output features must stay together: those of heads with the same key and value."""
     if isinstance(around, FusedQKVLinear):
         return around.r_dim * around.head_dim
     if isinstance(around, QKVLinear):
@@ -231,8 +232,7 @@ def _group(module: Any, around: Any) -> int:
 
 @dataclass(frozen=True)
 class VocabParallelEmbedding(VocabParallel):
-    """:class:`VocabParallel` in place of the forward of torchtitan's embedding, which computes what
-    ``nn.Embedding`` does unless torchtitan itself has split it."""
+    """:class:`VocabParallel` for torchtitan's Embedding; a PlanError if torchtitan itself has split it."""
 
     def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
         if type(module).forward is not Embedding.forward or module.tp_group is not None:

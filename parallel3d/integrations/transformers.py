@@ -76,7 +76,7 @@ class ParallelMixin:
 
     Raises:
         Parallel3dError: the model is not parallel or has parameters that are not, or an argument can't be
-            combined with one.
+            used with a parallel model.
         MeshError: the model's mesh does not have all ranks.
     """
 
@@ -160,7 +160,7 @@ class ParallelMixin:
             )
 
     def _check_adapters(self) -> None:
-        """Raises if the model has adapters of which ``save_peft`` can't make folders."""
+        """Raises Parallel3dError if the model has adapters that ``save_peft`` can't write."""
         model, what = self.model, None
         if is_peft_model(model):
             for name, config in model.peft_config.items():
@@ -180,7 +180,8 @@ class ParallelMixin:
         return unit_of(self.model).policy.param_dtype
 
     def _adapt_fused_head(self, module: nn.Module) -> None:
-        """Called with a module to which TRL has given a fused head, if tp splits the model's."""
+        """Called with a module to which TRL has given a fused head, if the model's head is split over tp.
+        Raises Parallel3dError; subclasses may adapt the module."""
         raise Parallel3dError(
             f"{type(self).__name__} multiplies by lm_head.weight itself, of which a rank has 1/{self._tp}; "
             "use integrations.trl.SFTTrainer, or a mesh with tp=1"
@@ -312,7 +313,7 @@ class ParallelMixin:
             checkpoint.load_peft(place, self.model, adapter_name=name)
 
     def _adapters_in(self, folder: Path) -> list[tuple[str, Path]]:
-        """Returns the model's adapters by name, and where peft puts them."""
+        """Returns (name, the folder in which peft puts it, in ``folder``) of each adapter of the model."""
         names = self.model.peft_config
         return [(name, folder if name == "default" else folder / name) for name in names]
 
@@ -351,7 +352,7 @@ class Trainer(ParallelMixin, transformers.Trainer):
 
 
 class _DataRanks(Accelerator):
-    """An accelerator whose processes are the data ranks: those of one tp group are one process."""
+    """An Accelerator that counts data ranks as processes: all ranks of a tp group are one of them."""
 
     group: ProcessGroup
 
@@ -364,10 +365,7 @@ class _DataRanks(Accelerator):
         return dist.get_rank(self.group)
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         if not any(model is known for known in self._models):
             self._models.append(model)
@@ -421,7 +419,7 @@ class _DataRanks(Accelerator):
 
 
 class _Items(Tensor):
-    """A number whose ``read`` is not empty once something was computed from it."""
+    """The number of a batch's items; ``read`` lists the names of functions that have computed with it."""
 
     read: list[Any]
 
@@ -484,10 +482,8 @@ def _is_causal_lm(model: nn.Module) -> bool:
 
 
 def _replace(folder: Path, write: Callable[[Path], None], old: str | None = None) -> None:
-    """Moves what ``write`` has written, on all ranks, into ``folder``, in place of files named like ``old``.
-
-    A new folder is written first, because ``save_hf`` and ``save_peft`` replace whole ones.
-    """
+    """Calls ``write`` with a new folder, on all ranks, and moves what it wrote into ``folder``, after
+    removing files there that match ``old``. ``save_hf`` and ``save_peft`` would replace all of ``folder``."""
     new = folder / f".{FOLDER}-weights"
     write(new)
     if dist.get_rank() == 0:
@@ -499,12 +495,11 @@ def _replace(folder: Path, write: Callable[[Path], None], old: str | None = None
 
 
 def _plain(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _setter_of_rng() -> Callable[[], None]:
-    """Returns what sets the random generators to their present states."""
+    """Returns a function that sets the random generators to the states that they have now."""
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),
@@ -528,10 +523,10 @@ def _setter_of_rng() -> Callable[[], None]:
 
 @contextmanager
 def _as_trl_expects(given: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """A context for the ``__init__`` of a Trainer that is called with the arguments ``given``.
+    """Context manager for the ``__init__`` of a TRL Trainer that is called with the arguments ``given``.
 
-    Yields what is to be called once TRL has copied the values of an adapter: then each rank has it whole, in
-    no unit, as plain parameters that nobody trains.
+    Yields a function to call once TRL has copied the values of an adapter to a new one: it makes the new
+    parameters plain and frozen ones, whole on each rank and in no unit.
 
     Raises:
         Parallel3dError: TRL adds an adapter to a model with tensor parallelism.
@@ -568,8 +563,8 @@ def _adder(model: Any, added: list[tuple[nn.Module, str]]) -> Callable[..., None
     add = model.add_adapter
 
     def add_adapter(name: str, config: Any, *args: Any, **options: Any) -> None:
-        """One that was there before ``parallelize`` stays. Parameters of a new one are DTensors until
-        ``settle``, so that TRL can copy to them."""
+        """Adds an adapter, unless it was there before ``parallelize``. Its parameters are whole DTensors
+        until the function that ``_as_trl_expects`` yields is called, so that TRL can copy to them."""
         if name in model.peft_config:
             return
         default = {k: p for k, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -600,7 +595,7 @@ def _adder(model: Any, added: list[tuple[nn.Module, str]]) -> Callable[..., None
 
 def _digester(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
     def state_dict() -> dict[str, Tensor]:
-        """A hash of all ranks' shards in place of the weights, which no rank has as a whole."""
+        """Returns a hash of all ranks' shards in place of the weights, which no rank has as a whole."""
         mine = hashlib.sha256()
         for name, value in sorted(type(model).state_dict(model).items()):
             local = value.to_local() if isinstance(value, DTensor) else value

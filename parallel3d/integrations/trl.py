@@ -32,7 +32,7 @@ class SFTTrainer(ParallelMixin, trl.SFTTrainer):
 
 
 def _use_logits(module: Any) -> None:
-    """Makes the module answer ``fused_lm_head=True`` from the logits of its own forward."""
+    """Makes the module's forward with ``fused_lm_head=True`` compute whole logits, by its own head."""
     fused = module.forward  # without fused_lm_head it is the module's own
 
     @wraps(type(module).forward)  # TRL keeps the signature too, which generate reads

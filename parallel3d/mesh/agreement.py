@@ -40,7 +40,8 @@ _Explain = Mapping[str, Callable[[RanksOf], str]]
 
 
 def describe(differences: Mapping[str, RanksOf], world_size: int) -> str:
-    """Returns the odd ranks, then a line for each setting with its values, the most common first."""
+    """Returns the text of an error: which ranks differ from the majority, then a line for each setting with
+    its values, the most common first. ``differences``: setting -> value -> ranks."""
     odd: set[int] = set()
     lines = []
     for name, ranks_of in differences.items():
@@ -66,7 +67,7 @@ def describe(differences: Mapping[str, RanksOf], world_size: int) -> str:
 
 
 def excerpt(value: str, other: str, width: int = 160) -> str:
-    """Returns ``value``, or the part of a long one where it first differs from ``other``."""
+    """Returns ``value``, or ``width`` characters of it around the first difference from ``other``."""
     if len(value) <= width:
         return value
     pairs = zip(value, other, strict=False)
@@ -77,7 +78,7 @@ def excerpt(value: str, other: str, width: int = 160) -> str:
 
 
 def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
-    """Returns ``rank 3`` or ``ranks 0-4, 7``; at most the first ``most`` ranges."""
+    """Returns a text such as ``rank 3`` or ``ranks 0-4, 7``, with at most ``most`` ranges."""
     ordered = sorted(ranks)
     # In a run of consecutive ranks, rank minus index stays the same.
     groups = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
@@ -89,7 +90,7 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
-    """Returns value -> the ranks that have it, for rank -> value; in the order of first appearance."""
+    """Returns {value: ranks that have it} from {rank: value}, in the order of first appearance."""
     found: dict[T, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)
@@ -97,13 +98,13 @@ def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
 
 
 def seconds(time: timedelta) -> str:
-    """Returns ``0.5 s``."""
+    """Returns ``time`` as a text such as ``0.5 s``."""
     return f"{time.total_seconds():g} s"
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result of a comparison; the texts are ``None`` if there is nothing to report."""
+    """The result of a comparison, by the first rank; texts are None if there is nothing to report."""
 
     error: str | None
     warning: str | None
@@ -210,13 +211,13 @@ def check_agreement(
 
 @dataclass(frozen=True)
 class _ReportComparison:
-    """One comparison of the reports that ranks exchange, on one of them."""
+    """One comparison of settings ("reports") between ranks through the store, as run on one of them."""
 
     reports: StoreExchange
     explain: _Explain
 
     def run(self, report: _Report) -> _Verdict:
-        """Writes this rank's report and returns the first member's verdict on all of them."""
+        """Writes this rank's report; returns the verdict, which the first member makes of all reports."""
         reports = self.reports
         reports.put(report)
         if reports.rank == reports.members[0]:
@@ -228,7 +229,7 @@ class _ReportComparison:
         return verdict
 
     def _judge(self) -> _Verdict:
-        """Collects and compares the reports, on the first member."""
+        """On the first member: collects and compares the reports."""
         members, topic = self.reports.members, self.reports.topic
         try:
             reports = self.reports.collect()
@@ -248,7 +249,7 @@ class _ReportComparison:
         return _Verdict(error, warning, len(reports))
 
     def _await_verdict(self) -> _Verdict:
-        """Reads the verdict, on the other members. Its timeout starts when the first has reported."""
+        """On other members: waits for the first one's report, then, with a new timeout, for its verdict."""
         reports, first = self.reports, self.reports.members[0]
         # That the first is slow in its verdict is said by the first.
         verdict = replace(reports, timeout=reports.timeout + _GRACE, topic="")
@@ -270,10 +271,10 @@ class _ReportComparison:
         return _Verdict(**json.loads(reports.table.get("verdict")))
 
     def _leave(self, readers: int) -> None:
-        """Waits until all have read the verdict: the first member may host the store, raise and exit.
+        """Deletes this comparison's keys. The first member, which may host the store and may raise next,
+        first waits until all ``readers`` have read the verdict.
 
-        Keys that nobody reads any more are deleted, since checks may be repeated in each step. If a rank was
-        missing they stay, so that it can read the verdict when it arrives.
+        If a rank was missing the keys stay, so that it can read the verdict when it arrives.
         """
         table, members = self.reports.table, self.reports.members
         own, is_first = self.reports.key(self.reports.rank), self.reports.rank == members[0]

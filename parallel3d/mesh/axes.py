@@ -27,28 +27,24 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """One entry of the table.
-
-    Attributes:
-        other_names: other names that a mesh may have for it.
-        hints: parts of unknown names, from which an error guesses what was meant.
-        in_mesh_if_one: whether a mesh has it, and texts show it, if it has one rank.
-    """
+    """One axis that a mesh may have: its name, what its ranks share, and other names for it."""
 
     name: str
     role: Role
-    other_names: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
-    in_mesh_if_one: bool = True
+    other_names: tuple[str, ...] = ()  # that a mesh may have for it
+    hints: tuple[
+        str, ...
+    ] = ()  # parts of unknown names, from which an error guesses what was meant
+    in_mesh_if_one: bool = True  # whether a mesh has it, and texts show it, if it has one rank
 
     @property
     def reads_other_samples(self) -> bool:
-        """Whether it is a data axis: its ranks read different samples."""
+        """Whether it is a data axis: its ranks read different samples of the data."""
         return self.role in (Role.REPLICATED, Role.SHARDED)
 
     @property
     def has_other_tokens(self) -> bool:
-        """Whether its ranks compute different tokens, so that gradients are averaged over it."""
+        """Whether its ranks compute different tokens, so that gradients are averaged over the axis."""
         return self.role is not Role.TENSOR_PARALLEL
 
 
@@ -81,29 +77,28 @@ _BY_NAME = {name: axis for axis in (*TABLE, EXPERT) for name in (axis.name, *axi
 
 
 def axis_named(name: str) -> Axis | None:
-    """Returns the axis with this name or other name, or None."""
+    """Returns the axis that has ``name`` as its name or one of its other names; None if there is none."""
     return _BY_NAME.get(name)
 
 
 def names_of(role: Role) -> tuple[str, ...]:
-    """Returns all names of the axes of ``role``."""
     return tuple(name for name, axis in _BY_NAME.items() if axis.role is role)
 
 
 def is_data_axis(name: str | None) -> bool:
-    """Whether ``name`` is a data axis, ``"dp"``, one flattened from data axes, or ``"shard_cp"``."""
+    """Whether ``name`` is a data axis (or "dp", or an axis joined from data axes, such as "shard_cp")."""
     axis = _BY_NAME.get(name or "")
     return name == "dp" if axis is None else axis.reads_other_samples
 
 
 def moves_activations(name: str | None) -> bool:
-    """Whether the ranks of the axis exchange activations, which are waited for in each layer."""
+    """Whether layers exchange activations over the axis, and wait for them (cp, tp, ep)."""
     axis = _BY_NAME.get(name or "")
     return axis is not None and axis.role in (Role.CONTEXT, Role.TENSOR_PARALLEL, Role.EXPERT)
 
 
 def guess(name: str) -> str:
-    """Returns the axis that an unknown ``name`` may mean."""
+    """Returns the name of the axis that a user may have meant by the unknown ``name``."""
     low = name.lower()
     for axis in reversed((*TABLE, EXPERT)):
         if any(hint in low for hint in axis.hints):
@@ -112,5 +107,4 @@ def guess(name: str) -> str:
 
 
 def listed(names: Iterable[str] = AXES) -> str:
-    """Returns ``names`` in quotes, separated by commas."""
     return ", ".join(map(repr, names))

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -155,12 +155,12 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
 
 
 def _quoted(values: list[str] | dict[str, str]) -> str:
-    """Returns them as one writes them in an index, or as an argument."""
+    """Returns ``values`` as source text: an index such as ``"shard", "tp"``, or a dict."""
     return json.dumps(values).strip("[]")
 
 
 def _canonical(name: str) -> str:
-    """Returns the axis's own name if ``name`` is one of its names, else ``name``."""
+    """Returns the axis's own name if ``name`` is one of its other names, else ``name``."""
     axis = axis_named(name)
     return name if axis is None else axis.name
 
@@ -231,8 +231,8 @@ DEVICE = "PARALLEL3D_DEVICE"
 
 
 def default_device_type() -> str:
-    """Returns ``PARALLEL3D_DEVICE``, or the accelerator's type if torch.distributed has a backend for it, or
-    ``"cpu"``."""
+    """Returns ``PARALLEL3D_DEVICE`` if set, else the accelerator's type if torch.distributed has a backend
+    for it, else ``"cpu"``."""
     return os.environ.get(DEVICE) or _accelerator_type()
 
 
@@ -261,7 +261,7 @@ def _check_launch(
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
-    """Compares the settings of all ranks, and their number on a machine with that of its devices."""
+    """Raises if ranks have different settings, or a machine has fewer devices than ranks."""
     try:
         layout_text = str(layout.resolve(world_size))
     except MeshError:  # reported all the same: the others would wait for a rank that raised here
@@ -291,17 +291,21 @@ def _check_launch(
         store=store,
         rank=rank,
         world_size=world_size,
-        explain={"devices": _explain_devices},
+        explain={
+            "devices": lambda found: "; ".join(
+                f"{name_ranks(ranks)}: {text}" for text, ranks in found.items() if text
+            )
+        },
     )
     if lacking:
         raise MeshError(f"{lacking}.")
 
 
 def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: timedelta) -> str:
-    """Returns what is wrong if this machine has more ranks than devices, else ``""``.
+    """Returns an error message if this machine has more ranks than devices, else ``""``.
 
-    If a rank sees fewer devices than there are ranks, the launcher may have shown each rank only its own. So
-    the rank reads from the store which devices the other ranks of the machine see.
+    A rank that sees fewer devices than there are ranks may have been shown only its own by the launcher. So
+    it reads from the store which devices the other ranks of the machine see.
     """
     ranks, local_rank = (os.environ.get(f"LOCAL_{what}", "") for what in ("WORLD_SIZE", "RANK"))
     if device_type == "cpu" or not ranks.isdecimal() or not local_rank.isdecimal():
@@ -328,7 +332,7 @@ def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: ti
 
 
 def _devices_seen(device_type: str, local_rank: str) -> list[str]:
-    """Returns a name for each device that this process sees, which no other one of the machine has."""
+    """Returns a name for each device that this process sees, unique on the machine."""
     module = torch.get_device_module(device_type)
     properties = getattr(module, "get_device_properties", lambda index: None)
     # Where devices have no such name they are taken for this rank's own, as no error can be sure.
@@ -336,10 +340,6 @@ def _devices_seen(device_type: str, local_rank: str) -> list[str]:
         str(getattr(properties(index), "uuid", f"{index} of {local_rank}"))
         for index in range(torch.accelerator.device_count())
     ]
-
-
-def _explain_devices(found: Mapping[str, Sequence[int]]) -> str:
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in found.items() if text)
 
 
 def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta | None) -> MeshLayout:
@@ -384,7 +384,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta | None
 
 
 def backend_string(device_type: str) -> str:
-    """Returns gloo for tensors on the CPU, with the device's own backend for its tensors."""
+    """Returns the backends for ``init_process_group``: gloo for the CPU, and the device type's own."""
     own = _backend_for(device_type)
     if own is None:
         given = f" (of {DEVICE})" if os.environ.get(DEVICE) == device_type else ""
@@ -396,7 +396,7 @@ def backend_string(device_type: str) -> str:
 
 
 def set_device(device_type: str, rank: int) -> None:
-    """Makes this rank's device the current one: LOCAL_RANK's, or the only one visible."""
+    """Makes device LOCAL_RANK, or the only visible one, the current device of this process."""
     if device_type == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator()

@@ -19,22 +19,19 @@ from parallel3d.mesh.store import Late, say_late, wait_for
 
 @dataclass(frozen=True)
 class StoreExchange:
-    """One exchange of values (of JSON) between ``members``, on the member ``rank``.
+    """One exchange of JSON values through the store between the ranks ``members``, seen from ``rank``."""
 
-    Attributes:
-        table: a part of the store in which nobody else uses keys that begin with ``name``.
-        timeout: how long ``collect`` waits.
-        topic: printed with the late ranks after ``store.NOTICE_AFTER``; "": nothing is printed.
-        whole: the store of all ranks, in which failed ranks post their errors; None: it is not read.
-    """
-
-    table: dist.Store
+    table: dist.Store  # a part of it in which nobody else uses keys that begin with ``name``
     rank: int
     members: Sequence[int]
-    timeout: timedelta
+    timeout: timedelta  # of ``collect``
     name: str = "value"
-    topic: str = ""
-    whole: dist.Store | None = None
+    topic: str = (
+        ""  # printed with the late ranks after ``store.NOTICE_AFTER``; "": nothing is printed
+    )
+    whole: dist.Store | None = (
+        None  # in which failed ranks of all post their errors; None: not read
+    )
 
     def key(self, rank: int) -> str:
         return f"{self.name}/{rank}"
@@ -43,18 +40,17 @@ class StoreExchange:
         self.table.set(self.key(self.rank), json.dumps(value))
 
     def has(self, rank: int) -> bool:
-        """Whether ``rank`` has put its value."""
         return self.table.check([self.key(rank)])
 
     def collect(self) -> dict[int, Any]:
-        """Returns rank -> value of the members that come within ``timeout``; raises as ``wait``."""
+        """Returns {rank: value} of the members whose value comes within ``timeout``; raises as ``wait``."""
         with suppress(Late):
             self.wait({rank: self.key(rank) for rank in self.members})
         here = filter(self.has, self.members)
         return {rank: json.loads(self.table.get(self.key(rank))) for rank in here}
 
     def wait(self, keys: Mapping[int, str]) -> None:
-        """Waits until each rank in ``keys``, rank -> key, has set its key.
+        """Waits until all ``keys``, {rank: the key that it sets}, are set.
 
         Raises:
             Late: a key was not set within ``timeout``.

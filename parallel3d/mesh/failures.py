@@ -41,7 +41,7 @@ _MARKS = (
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether a collective or the store has raised ``error``, because of another rank."""
+    """Whether ``error`` comes from a collective or the store, and so from another rank's failure."""
     if isinstance(error, PeerFailureError | dist.DistError):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, Parallel3dError):
@@ -51,15 +51,15 @@ def is_of_communication(error: BaseException) -> bool:
 
 
 def short(error: BaseException, width: int = 2000) -> str:
-    """Returns type and text of an exception; a text longer than ``width`` is cut."""
+    """Returns type and text of ``error``; the text is cut after ``width`` characters."""
     text = without_gloo(text_of(error))
     text = text if len(text) <= width else f"{text[:width]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def tells_others(call: Callable[P, R]) -> Callable[P, R]:
-    """Wraps ``call``, which all ranks make, so that its exceptions are posted in the store: ranks that wait
-    for this one then raise too.
+    """Decorator for ``call``, which all ranks make: its exceptions are posted in the store, so that ranks
+    that wait for this one raise too, at once.
 
     If all ranks raise the same error, none of them gets PeerFailureError: see ``raise_failed_alone``.
     """
@@ -80,15 +80,15 @@ def tells_others(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def post_failure(store: dist.Store, rank: int, error: BaseException, *, ends: bool) -> None:
-    """Posts that ``rank`` has raised ``error``, and whether that ends it."""
+    """Posts in the store that ``rank`` has raised ``error``; ``ends``: whether its process ends by it."""
     before = _read(store, rank)[0]
     store.set(_key(rank), json.dumps([before + 1, ends, short(error)]))
     store.set(_ANY, "")
 
 
 def raise_failed_alone(store: dist.Store, rank: int, awaited: Callable[[], Sequence[int]]) -> None:
-    """Raises FailedAlone if one of the ranks ``awaited()``, for which ``rank`` waits, has posted an error
-    that ends its process, or has posted more errors than ``rank`` itself."""
+    """Called while ``rank`` waits for the ranks ``awaited()``. Raises FailedAlone if one of them has posted
+    an error that ends its process, or more errors than ``rank`` itself."""
     if not store.check([_ANY]):
         return
     own = _read(store, rank)[0]
@@ -105,7 +105,7 @@ def raise_failed_alone(store: dist.Store, rank: int, awaited: Callable[[], Seque
 
 
 def first_to_end(store: dist.Store, rank: int, world_size: int) -> tuple[int, str] | None:
-    """Returns (another rank that an error has ended, that error's type and text), if there is one."""
+    """Returns (rank, error's type and text) of another rank whose process an error has ended; or None."""
     if not store.check([_ANY]):
         return None
     for other in range(world_size):
@@ -116,7 +116,7 @@ def first_to_end(store: dist.Store, rank: int, world_size: int) -> tuple[int, st
 
 
 class FailedAlone(Exception):
-    """Ends a wait. ``error``: what to raise, on all ranks that wait."""
+    """Raised in a wait for a rank that has failed. ``error``: the PeerFailureError for the user."""
 
     def __init__(self, error: PeerFailureError) -> None:
         super().__init__(str(error))
@@ -128,7 +128,7 @@ def _key(rank: int) -> str:
 
 
 def _read(store: dist.Store, rank: int) -> tuple[int, bool, str]:
-    """Returns how many errors ``rank`` has posted, whether the last one ends it, and its type and text."""
+    """Returns (number of errors that ``rank`` has posted, whether the last ends it, its type and text)."""
     if not store.check([_key(rank)]):
         return 0, False, ""
     count, ends, text = json.loads(store.get(_key(rank)))
@@ -144,16 +144,14 @@ _installed: list[bool] = []
 
 
 def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
-    """From now on an uncaught error is printed only by rank 0 if rank 0 prints the same.
+    """Installs an excepthook by which an uncaught error that all ranks raise is printed by rank 0 only.
 
-    Ranks whose collectives fail because this rank has ended print one line that names it.
+    Ranks whose collectives fail because another rank has ended print one line that names that rank.
 
     Two errors are the same if they and the errors that caused them have equal types and texts. Ctrl-C
     interrupts all ranks with the same error. Errors that only some ranks raise, or that rank 0 doesn't raise
-    within two seconds, are printed by each of these ranks.
-
-    Args:
-        store, rank: those of a default process group that is yet to be started.
+    within two seconds, are printed by each of these ranks. ``store`` and ``rank`` are those of a default
+    process group that is yet to be started.
     """
     _before_group[:] = [] if store is None else [(store, rank)]  # a store kept is a server kept
     if _installed:
@@ -182,10 +180,10 @@ def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
 
 
 def _print_cause(error: BaseException, store: dist.Store, rank: int, world_size: int) -> bool:
-    """Prints in one line which rank's failure has caused ``error``. Returns False if no rank has posted one.
+    """Prints one line that says which rank's failure has caused ``error``, of a collective or the store.
+    Returns whether it did: False if no rank has posted one.
 
-    A failing rank posts its error before its process ends, and only that end makes this rank's collectives
-    fail.
+    A rank that fails posts its error before its process ends, which then makes others' collectives fail.
     """
     if isinstance(error, PeerFailureError):  # which says it
         say(short(error))
@@ -218,7 +216,7 @@ def _print_cause(error: BaseException, store: dist.Store, rank: int, world_size:
 
 
 def _chain(error: BaseException | None) -> list[str]:
-    """Returns type and text of ``error`` and of those before it that a traceback shows."""
+    """Returns the texts of ``error`` and of the errors that caused it, as a traceback shows them."""
     texts: list[str] = []
     while error is not None and len(texts) < 20:
         texts.append(f"{type(error).__name__}: {error}")
@@ -237,7 +235,8 @@ def _first_prints(store: dist.Store, texts: list[str]) -> bool:
 
 
 def _in_time(action: Callable[[], bool | None]) -> bool:
-    """Whether ``action`` returns True in time; the store may be gone, or in use by a thread that waits."""
+    """Runs ``action`` on a thread; returns whether it returns True within two seconds. (The store may be
+    gone, or blocked by a thread that waits.)"""
     found: list[bool | None] = []
 
     def run() -> None:

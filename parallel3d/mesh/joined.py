@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import distributed as dist
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._torch.dtensor import (
     concatenate_meshes,
@@ -25,11 +25,31 @@ _ATTRIBUTE = "_parallel3d_cache"  # of root meshes
 T = TypeVar("T")
 
 
-class _Cache(dict):
-    """The process groups and meshes that the engine has made for a mesh.
+class MeshAxis:
+    """One axis of a mesh, as seen from this rank.
 
-    They can't be copied or pickled: a copy of a mesh begins without a cache. A pickled mesh has an empty dict
-    of the standard library's instead, as ``torch.save`` writes the mesh of each DTensor, and
+    Attributes:
+        mesh: the axis as a DeviceMesh.
+        size: the number of ranks.
+        rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
+        group: its process group.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.group: ProcessGroup = mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model runs on the same ranks; process groups can't be copied
+
+
+class _Cache(dict):
+    """The process groups and meshes derived from a root mesh, which ``kept_with`` has stored with it.
+
+    They can't be copied or pickled: a copied mesh begins with an empty cache. A pickled one has an
+    OrderedDict in its place: ``torch.save`` writes the mesh of each DTensor, and
     ``torch.load(weights_only=True)`` allows no class of ours.
     """
 
@@ -38,9 +58,9 @@ class _Cache(dict):
 
 
 def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
-    """Returns what ``make`` returned when first called for ``key`` and ``mesh``, or a slice of the same root.
+    """Returns ``make()``, which is called once for each ``key`` and root mesh of ``mesh``.
 
-    Making a process group is collective: all its ranks must call this in the same order.
+    If ``make`` makes a process group, all its ranks must call this in the same order.
     """
     attributes = vars(root_mesh(mesh))
     cache = attributes.get(_ATTRIBUTE)
@@ -78,7 +98,7 @@ def has_cp(mesh: DeviceMesh) -> bool:
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Returns axis -> size of a mesh with names; of an axis of ``joined_mesh``, those that it joins."""
+    """Returns {axis: size} of a mesh with names; for a joined axis, such as ``shard_cp``, its two axes."""
     names, root, positions = mesh.mesh_dim_names or (), root_mesh(mesh), root_axes(mesh)
     if positions is None:
         return dict(zip(names, mesh.shape, strict=True))
@@ -88,17 +108,14 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class ExpertView:
-    """The ranks of a mesh as (replicate, efsdp, ep), the axes on which experts are placed.
+    """A second view of a mesh's ranks, as axes (replicate, efsdp, ep): experts lie on these.
 
-    Attributes:
-        data: the axes (replicate, efsdp), without replicate if the mesh has none.
-        ep: the axis of expert parallelism, innermost: its ranks hold different experts.
-        mean_over: the divisor of experts' gradients: replicate x shard x cp, the number of ranks with
-            different tokens. A gradient on a rank of ``data`` is the sum over all tokens routed to it.
+    A rank's gradient of an expert is the sum over all tokens routed to it in its ep group. Summed over
+    ``data`` it is divided by ``mean_over``, the number of ranks with different tokens.
     """
 
-    data: DeviceMesh
-    ep: DeviceMesh
+    data: DeviceMesh  # the axes (replicate, efsdp), without replicate if the mesh has none
+    ep: DeviceMesh  # innermost: its ranks hold different experts
     mean_over: int
 
 
@@ -143,7 +160,7 @@ def make_expert_view(mesh: DeviceMesh, ep: int) -> ExpertView:
 
 
 def expert_view(mesh: DeviceMesh) -> ExpertView | None:
-    """Returns the view of the experts that was made of ``mesh``, or of a slice of the same root; or None."""
+    """Returns the ``ExpertView`` made of ``mesh``, or of another slice of its root mesh; None without one."""
     cache = vars(root_mesh(mesh)).get(_ATTRIBUTE)
     return cache.get(_VIEW) if type(cache) is _Cache else None
 

@@ -233,7 +233,7 @@ class MeshLayout:
             )
 
     def _why_not(self, world_size: int) -> str:
-        """Returns the error for a world that these sizes do not fit, with sizes and layouts that would."""
+        """Returns the error message for a world size that doesn't fit, with sizes and layouts that would."""
         known = {axis: size for axis, size in self.as_dict().items() if size != _INFER}
         ranks = prod(known.values())
         if self.is_resolved:
@@ -291,7 +291,7 @@ def _no_axis(name: str) -> str:
 def _nearest_layouts(
     axes: Sequence[str], known: dict[str, int], world_size: int
 ) -> list[MeshLayout]:
-    """Returns layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
+    """Returns layouts for ``world_size`` that change the fewest of the ``known`` sizes, by the least."""
     fitting = [
         MeshLayout(**dict(zip(axes, (*sizes, world_size // prod(sizes)), strict=True)))
         for sizes in product(_divisors(world_size), repeat=len(axes) - 1)

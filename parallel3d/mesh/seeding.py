@@ -15,7 +15,7 @@ from parallel3d.mesh.build import read_layout
 
 @dataclass(frozen=True)
 class StepSeed:
-    """The arguments of a ``seed_step`` call."""
+    """The arguments of a ``seed_step`` call, as checkpoints store them."""
 
     seed: int
     step: int
@@ -48,7 +48,7 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
 
 
 def number_of(key: StepSeed, mesh: DeviceMesh | None) -> int:
-    """Returns the seed for ``key`` on this rank."""
+    """Returns the seed for ``torch.manual_seed`` that ``key`` gives on this rank."""
     place = 0
     if mesh is not None:
         read_layout(mesh)  # checks that its axes are known, and in order
@@ -61,14 +61,14 @@ def number_of(key: StepSeed, mesh: DeviceMesh | None) -> int:
 
 
 def number_at(key: StepSeed, place: int) -> int:
-    """Returns the seed for ``key`` at a place in replicate x shard x cp; without cp, the data rank."""
+    """Returns the seed that ``key`` gives at index ``place`` in replicate x shard x cp (the data rank)."""
     text = f"{key.seed} {key.step} {key.micro_batch} {place}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def set_step_seed(key: StepSeed, number: int) -> int:
-    """Seeds the generators with ``number``, the seed for ``key``."""
+    """Seeds the default generators with ``number``, and records ``key`` as the last step's seed."""
     global _last
     torch.manual_seed(number)
     _last = key

@@ -25,11 +25,11 @@ while_waiting: list[Callable[[], None]] = []
 
 
 class Late(RuntimeError):
-    """A key was not set in time."""
+    """Raised by ``wait_for`` if a key is not set in time."""
 
 
 def others() -> tuple[dist.Store, int, int] | None:
-    """Returns (store, rank, world size) of the default group; None if it has no other real rank."""
+    """Returns (store, rank, world size) of the default group; None if there is no other real process."""
     if ranks_are_played() or not dist.is_initialized():
         return None
     if any(name in dist.get_backend_config() for name in _ONE_PROCESS) or dist.get_world_size() < 2:
@@ -38,10 +38,10 @@ def others() -> tuple[dist.Store, int, int] | None:
 
 
 def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
-    """Returns the part of the store that belongs to this rank's next call about ``topic``.
+    """Returns the part of ``store`` that the ranks' n-th calls about ``topic`` share, for this rank's next.
 
-    Calls are counted in the store itself, per rank: a counter in this process would go on when the
-    process group is replaced by one with another set of ranks.
+    Calls are counted in the store itself, per rank: a counter in this process would go on when the process
+    group is replaced by one of other ranks.
     """
     topic_store = dist.PrefixStore(f"parallel3d/{topic}", store)
     call = topic_store.add(f"calls/{rank}", 1)
@@ -56,11 +56,11 @@ def wait_for(
     notice: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Waits until all ``keys`` are set.
+    """Waits until all ``keys`` are set in ``store``, by polling at growing intervals.
 
     Args:
         notice: called once, after ``NOTICE_AFTER``.
-        look: called at each poll once these are ``_LONGEST`` apart; an exception in it ends the wait.
+        look: called at each poll when intervals are at their longest; an exception in it ends the wait.
 
     Raises:
         Late: the keys are not set within ``timeout``.
@@ -81,7 +81,7 @@ def _polls(
     notice: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Yields when to poll the store again, less and less often, until ``timeout`` is over.
+    """Yields at growing intervals, up to ``longest`` seconds, until ``timeout`` is over.
 
     ``notice`` and ``look``: see ``wait_for``.
     """
@@ -103,13 +103,13 @@ def _polls(
 
 
 def say(text: str) -> None:
-    """Prints ``text`` to standard error, as a line of this package's."""
+    """Prints ``text`` to standard error, with the prefix "parallel3d: "."""
     with suppress(OSError, ValueError):  # nobody reads it
         print(f"parallel3d: {text}", file=sys.stderr, flush=True)
 
 
 def say_late(late: Sequence[int], number: int, where: str, timeout: timedelta) -> None:
-    """Says once who of ``number`` ranks has not come to ``where``, and how long the others wait."""
+    """Prints which ranks, ``late`` of ``number``, have not come to ``where``, and how long others wait."""
     names = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
     waited, limit = (each.total_seconds() for each in (NOTICE_AFTER, timeout))
     say(
@@ -119,7 +119,7 @@ def say_late(late: Sequence[int], number: int, where: str, timeout: timedelta) -
 
 
 def outlives_ranks() -> bool:
-    """Whether the store in this process's environment is held by torchrun, and outlives a restart."""
+    """Whether the store that this process joins is torchrun's, which remains when the job restarts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -163,7 +163,7 @@ def fresh_store(
 
 
 def _lead(table: dist.Store, own: str, world_size: int, polls: Iterator[None]) -> str:
-    """Finds out on rank 0 who takes part; returns the start's name."""
+    """On rank 0: finds out which processes take part in this start; returns the start's name."""
     number, name, known = 0, own, [""] * world_size
     for _ in polls:
         present = [_get(table, f"here/{rank}") for rank in range(world_size)]
@@ -178,7 +178,7 @@ def _lead(table: dist.Store, own: str, world_size: int, polls: Iterator[None]) -
 
 
 def _follow(table: dist.Store, own: str, rank: int, polls: Iterator[None]) -> str:
-    """Waits on the other ranks until the start is settled; returns its name."""
+    """On other ranks: waits until rank 0 has settled the start; returns its name."""
     found = ""
     for _ in polls:
         name, known = json.loads(_get(table, "start") or '["", []]')

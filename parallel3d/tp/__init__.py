@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.tp.auto.choose import auto_plan as auto_plan
+    from parallel3d.tp.auto.complete import auto_plan as auto_plan
     from parallel3d.tp.collectives import TpAxis as TpAxis
     from parallel3d.tp.collectives import copy_to_tp as copy_to_tp
     from parallel3d.tp.collectives import gather_from_tp as gather_from_tp
@@ -60,7 +60,7 @@ else:
     export_lazily(
         __name__,
         {
-            ".auto.choose": "auto_plan",
+            ".auto.complete": "auto_plan",
             ".collectives": (
                 "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
                 "reduce_scatter_sequence scatter_sequence split_to_tp"

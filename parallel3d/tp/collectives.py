@@ -32,50 +32,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import DeviceMesh
 
 from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk, smaller
-from parallel3d._torch.autograd import for_compiled_function
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._torch.v2_11 import for_compiled_function
 from parallel3d._util.recompute import innermost, kept
 from parallel3d.errors import StateError
+from parallel3d.mesh.joined import MeshAxis
 
 
-class TpAxis:
-    """The ``tp`` mesh axis and this rank's place on it.
+class TpAxis(MeshAxis):
+    """The ``tp`` mesh axis.
 
     Attributes:
-        mesh: the one-axis DeviceMesh.
-        size: the number of ranks.
-        rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
-        group: its process group.
-        copies, gathered: recent inputs with their shared copies and gathered sequences (``overlap.py``).
+        mesh, size, rank, group: see ``MeshAxis``.
+        copies, gathered: caches of ``overlap.py``: results of ``copy_to_tp`` and ``gather_sequence`` for the
+            latest inputs, shared by modules that read the same tensor.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-        self.group: ProcessGroup = mesh.get_group()
+        super().__init__(mesh)
         self.copies: list[Any] = []
         self.gathered: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TpAxis":
-        return self  # a copied model runs on the same ranks; process groups can't be copied
-
     def chunk(self, size: int) -> int:
-        """Returns the rows of the largest chunk of a dim of ``size``."""
+        """Returns the size of the largest of the tp ranks' chunks of a dim of ``size``."""
         return -(-size // self.size)
 
     def rows(self, size: int) -> int:
-        """Returns the rows of this rank's chunk of a dim of ``size``, a ``SymInt`` under simulated ranks."""
+        """Returns the size of this rank's chunk of a dim of ``size``, a ``SymInt`` under simulated ranks."""
         chunk = self.chunk(size)
         return smaller(size - smaller(self.rank * chunk, size), chunk)
 
 
 def copy_by_rank(x: Tensor, axis: TpAxis) -> Tensor:
-    """Returns ``x``, under simulated ranks a copy from which results that differ by rank can be computed."""
+    """Returns ``x``; under simulated ranks a copy of it for each rank, so that the ranks may compute
+    different values from it."""
     if not isinstance(axis.rank, torch.SymInt):
         return x
     # A factory call makes one tensor per simulated rank.
@@ -83,15 +77,15 @@ def copy_by_rank(x: Tensor, axis: TpAxis) -> Tensor:
 
 
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
-    """Returns ``x``, the same on all ranks of ``axis``; its gradient is summed over them."""
+    """Returns ``x``, equal on all ranks of ``axis``; in the backward its gradient is summed over them."""
     return _apply(x, "copy", axis)
 
 
 def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor:
-    """Returns the sum of ``x`` over ``tp``; its gradient is passed on unchanged.
+    """Returns the sum of ``x`` over ``tp``; the gradient of the sum is passed on unchanged as that of ``x``.
 
     Args:
-        x: this rank's part of the sum, of the same shape on all ranks of ``axis``.
+        x: this rank's summand, of the same shape on all ranks of ``axis``.
         in_place: whether the sum may overwrite ``x``: neither other code nor a backward reads ``x``.
     """
     # A compiler decides by itself what may be overwritten.
@@ -111,13 +105,13 @@ def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tenso
 
 
 def split_to_tp(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk of ``x`` along ``dim``; the gradients of the ranks of ``axis`` are joined."""
+    """Returns the chunk of ``x`` along ``dim`` that this rank of ``axis`` has; gradients are all-gathered."""
     return _apply(x, "split", axis, dim % x.dim(), x.shape[dim])
 
 
 def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """As :func:`gather_from_tp`, with the same arguments (``x``, ``dim``, ``global_size``, ``axis``), but the
-    gradients of the joined copies are summed, and each rank keeps its chunk of the sum."""
+    """As :func:`gather_from_tp`, with the same arguments (``x``, ``dim``, ``global_size``, ``axis``), but for
+    ranks that compute different values from the result: its gradients are reduce-scattered, not cut."""
     return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
@@ -125,18 +119,20 @@ scatter_sequence = split_to_tp  # under the name that the others on a sequence h
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk along ``dim`` of the sum of ``x`` over the ranks of ``axis``; their gradients
-    are joined."""
+    """Returns this rank's chunk along ``dim`` of the sum of ``x`` over the ranks of ``axis``; in the backward
+    the chunks' gradients are all-gathered."""
     return _apply(x, "reduce_scatter", axis, dim % x.dim(), x.shape[dim])
 
 
 def gather_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    """Joins the ranks' rows of ``packing`` in the order of the whole; the gradient of ``x`` is its rows."""
+    """All-gathers tensors of which ``packing`` says what rows each rank has, and returns them in the order of
+    the whole tensor. The gradient of ``x`` is that of this rank's rows."""
     return _apply(x, "gather_packed", axis, packing)
 
 
 def split_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    """Returns this rank's rows of ``x``; the ranks' gradients are joined."""
+    """Returns the rows of ``x`` that ``packing`` gives this rank; in the backward the ranks' gradients are
+    all-gathered."""
     return _apply(x, "split_packed", axis, packing)
 
 
@@ -144,8 +140,8 @@ def split_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """Returns ``x`` with zeros after it up to ``size`` along ``dim``. Every rank calls this, also those with
-    nothing to add: simulated ranks may differ in their sizes, not in the code that they run."""
+    """Returns ``x`` padded with zeros to ``size`` along ``dim``. Ranks with nothing to add copy too, because
+    simulated ranks must run the same code."""
     shape = list(x.shape)
     shape[dim] = size
     padded = x.new_zeros(shape)
@@ -154,7 +150,7 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _stack_ranks(x: Tensor, axis: TpAxis) -> Tensor:
-    """Returns (tp, \\*x.shape): the ranks' ``x``, which are of one size."""
+    """Returns the all-gathered ``x`` as (tp, \\*x.shape); all ranks' ``x`` must have one shape."""
     x = x.contiguous()
     stacked = x.new_empty((axis.size, *x.shape))
     all_gather_single(stacked.view(-1), x.view(-1), group=axis.group)
@@ -185,8 +181,8 @@ def _gather_packed(x: Tensor, axis: TpAxis, packing: Packing) -> Tensor:
 def start_reduce_scatter(
     x: Tensor, dim: int, axis: TpAxis, *, wait: bool = False
 ) -> tuple[Tensor, Any]:
-    """Returns this rank's chunk along ``dim`` of the sum, and the work to ``wait()`` for before it is read,
-    which is None with ``wait``."""
+    """Starts a reduce-scatter of ``x`` along ``dim``. Returns this rank's chunk of the sum, and the work to
+    ``wait()`` for before it is read; with ``wait`` it is complete, and the work is None."""
     size, chunk = x.shape[dim], axis.chunk(x.shape[dim])
     uneven = chunk * axis.size != size
     x = _pad(x, dim, chunk * axis.size) if uneven else x
@@ -206,7 +202,8 @@ def _reduce_in_place(x: Tensor, axis: TpAxis) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Tensor, Any]:
-    """Returns the sum, and the work to ``wait()`` for before it is read, which is None with ``wait``."""
+    """Starts an all-reduce of a copy of ``x``. Returns the copy, and the work to ``wait()`` for before it is
+    read; with ``wait`` it is complete, and the work is None."""
     # A copy: autograd may pass the same gradient to other consumers.
     total = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, group=axis.group, async_op=not wait)
@@ -238,22 +235,17 @@ def _apply(x: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
 
 
 def apply_in_backward(grad: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
-    """Runs a collective within a backward, on an axis of more than one rank, and returns the result.
-
-    It calls the autograd function only under ``create_graph=True``, as ``apply`` takes as long as the
-    backward of a small linear layer.
-
-    Args:
-        operation: key of ``_OPERATIONS``.
-        how: further arguments of the operation.
-    """
+    """Runs the collective named ``operation`` on a gradient, within a backward, and returns the result. Its
+    autograd function is used only under ``create_graph=True``, because ``apply`` takes as long as the
+    backward of a small linear layer."""
     if torch.is_grad_enabled():
         return _Collective.apply(grad, operation, axis, how)
     return _OPERATIONS[operation][0](grad, axis, *how)
 
 
 class _Collective(torch.autograd.Function):
-    """An operation of ``_OPERATIONS``; ``how`` are its further arguments, and those of its backward."""
+    """The autograd function of all operations in ``_OPERATIONS``; ``how`` are arguments after ``axis``, of
+    the forward and the backward operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, operation: str, axis: TpAxis, how: tuple[Any, ...]) -> Tensor:
@@ -277,10 +269,10 @@ class _Collective(torch.autograd.Function):
 class SequenceLength:
     """The global length of the sequence of which a model's sequence-parallel modules hold parts.
 
-    A part doesn't show it (3 rows of 5 or of 6?), so a module that splits the sequence sets it in its
-    forward, and a module that gathers reads it. A model holds one sequence at a time: splitting a second one
-    of another length before the first is gathered is refused, and so is the recomputation of an earlier
-    micro-batch of another length.
+    The length of a part doesn't determine it (3 rows of 5 or of 6?), so a module that splits the sequence
+    sets it in its forward, and a module that gathers reads it. A model holds one sequence at a time:
+    splitting a second one of another length before the first is gathered is refused, and so is the
+    recomputation of an earlier micro-batch of another length.
     """
 
     length: int | None = None

@@ -18,12 +18,12 @@ from parallel3d.tp.collectives import TpAxis
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Whether ``module`` is a Float8Linear, also one whose forward a style has replaced."""
+    """Whether ``module`` is torchao's Float8Linear or a subclass, also one with a style's forward."""
     return _float8_class(type(module)) is not None  # type: ignore[arg-type]  # a class has a hash
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether ``module``, a Float8Linear, has a forward that is not torchao's."""
+    """Whether the forward of ``module``, a Float8Linear, has been overridden by other code than torchao's."""
     base = _float8_class(type(module))  # type: ignore[arg-type]
     return "forward" in module.__dict__ or type(module).forward is not getattr(
         base, "forward", None
@@ -40,13 +40,11 @@ def _float8_class(cls: type[nn.Module]) -> type[nn.Module] | None:
 def float8_linear(
     module: Any, x: Tensor, axis: TpAxis, split: Literal["out", "in"], *, bias: bool
 ) -> Tensor:
-    """Returns the layer's product on this rank's weight.
+    """Returns the product of ``x``, (..., in), with this rank's part of the layer's weight, (out, in).
 
     Args:
-        module: the layer, whose ``weight`` is this rank's part, (out, in).
-        x: (..., in).
-        split: the features of the weight that are split over ``axis``.
-        bias: whether to add the layer's.
+        split: which features of the weight are split over ``axis``, ``"out"`` or ``"in"``.
+        bias: whether to add the layer's bias.
     """
     if torch.is_autocast_enabled():  # as torchao's forward does
         x = x.to(torch.get_autocast_gpu_dtype())
@@ -59,11 +57,9 @@ def float8_linear(
 
 
 class _Float8Product(torch.autograd.Function):
-    """``x @ w`` and its gradients in float8, as torchao's ``matmul_with_hp_or_float8_args``.
-
-    x is (tokens, in), w (in, out). Each matmul casts its operands anew, since the scales of rows are computed
-    along the dim that it sums over.
-    """
+    """``x @ w`` in float8, for (tokens, in) and (in, out), and its gradients, as torchao's
+    ``matmul_with_hp_or_float8_args`` computes them. Every matmul casts its operands again: with one scale for
+    each row, rows run along the dim that the matmul sums over."""
 
     @staticmethod
     def forward(
@@ -100,19 +96,20 @@ class _Float8Product(torch.autograd.Function):
 
 
 class _Scales:
-    """The casts of one product and its gradients; a scale of a whole tensor is computed once."""
+    """Casts the operands of one product and its gradients; scales of whole tensors are computed once."""
 
     def __init__(self, products: Any, config: Any, axis: TpAxis) -> None:
         self.products, self.config, self.axis = products, config, axis
         self._known: dict[Any, Tensor] = {}
 
     def cast(self, x: Tensor, config: Any, role: Any, dim: int, split: int | None) -> Tensor:
-        """Returns ``x`` in float8, if ``config`` says so and it is not yet.
+        """Returns the two-dimensional ``x`` in float8, unless it is already or ``config`` disables it.
 
         Args:
-            x: two-dimensional.
-            dim: the dim over which the maximum of each row is taken, if rows have scales.
-            split: the dim of which this rank has a part; None: it has the whole tensor.
+            role: torchao's role of ``x`` in the matmul.
+            dim: the dim over which each row's maximum is taken, if ``config`` asks for one scale for each
+                row.
+            split: the dim of ``x`` of which this rank has a part; None: it has the whole tensor.
         """
         from torchao.float8.config import ScalingType
         from torchao.float8.distributed_utils import tensor_already_casted_to_fp8

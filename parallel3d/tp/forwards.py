@@ -39,11 +39,11 @@ class TpState:
     """The data of a module's tensor-parallel forward.
 
     Attributes:
-        sequence: shared by all modules of one ``apply``.
+        sequence: the global length of the sequence, shared by all modules of one ``ResolvedPlan.apply``.
         inner: the forward that the module had, a function of the module and its arguments.
         names: names of the arguments of that forward, in order.
         first: the first of them that may be positional, or ``""``.
-        packing: how the style splits features, if not as ``torch.chunk`` does.
+        packing: which features each rank has, if not the chunks of ``torch.chunk``.
         once: names of parameters that every rank holds and only the first rank adds, such as a bias.
         casts: whether the plain forward casts the parameters to the input's dtype.
         index: an index tensor that a forward caches; created on the device of the first call.
@@ -62,7 +62,7 @@ class TpState:
 
 
 def bind_forward(module: nn.Module, state: TpState) -> None:
-    """Makes the style's method ``forward`` the module's forward."""
+    """Makes the method ``forward`` of ``state.style`` the forward of ``module``; it gets ``state``."""
     _set_state(module, module.forward, state)
     state.inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
 
@@ -80,7 +80,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _set_state(module: nn.Module, forward: Any, state: TpState) -> None:
-    """Attaches ``state`` for the function that replaces ``forward``."""
+    """Stores ``state`` on the module, with the argument names of ``forward``, the one to be replaced."""
     parameters = inspect.signature(forward).parameters
     state.names = tuple(name for name in parameters if name != "self")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -90,11 +90,13 @@ def _set_state(module: nn.Module, forward: Any, state: TpState) -> None:
 
 
 def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool = False) -> Tensor:
-    """Returns the whole input of a module whose output is computed in parts, one on each rank. Modules that
-    are called with the same tensor object share the result.
+    """Returns a column-parallel module's input with the whole sequence; its gradient is summed over tp.
+    Modules that are called with the same tensor object share the result.
 
     Args:
-        read_only: whether the caller doesn't change the result in place.
+        layout: ``"replicate"``: ``x`` is whole. ``"sequence"``: a part of the sequence along ``dim``.
+            ``"gathered"``: a module around this one has prepared it.
+        read_only: the caller doesn't change the result in place.
     """
     if layout == "replicate":
         return share_copy(x, tp.axis, read_only=read_only)
@@ -104,7 +106,8 @@ def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool
 
 
 def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
-    """Returns the sum of the ranks' ``y``: whole, or this rank's part of the sequence along ``dim``."""
+    """Sums the ranks' ``y`` over tp. Returns the whole sum (``layout="replicate"``, an all-reduce), or this
+    rank's part of it along the sequence ``dim`` (``"sequence"``, a reduce-scatter)."""
     if tp.axis.size > 1:
         only_summed(y)
     if layout == "replicate":
@@ -114,25 +117,26 @@ def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
 
 
 def split_sequence(x: Tensor, dim: int, tp: TpState) -> Tensor:
-    """Returns this rank's part of a whole sequence along ``dim``."""
+    """Returns this rank's chunk of ``x`` along ``dim``; records the sequence's length for gathers."""
     tp.sequence.length = x.shape[dim]
     return split_to_tp(x, dim, tp.axis)
 
 
 def gather_parts(x: Tensor, dim: int, tp: TpState) -> Tensor:
-    """Joins the ranks' parts of the sequence along ``dim``; every rank computes the same with the result."""
+    """All-gathers the ranks' parts of the sequence along ``dim``; in the backward each rank takes its part of
+    the result's gradient, as all ranks compute the same from the result."""
     return gather_from_tp(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
 
 
 def gather_features(y: Tensor, size: int, tp: TpState) -> Tensor:
-    """Joins the ranks' parts of the last dim in the plain module's order, (..., part) -> (..., size)."""
+    """All-gathers the last dim, (..., features of this rank) -> (..., size), in the plain module's order."""
     if tp.packing is not None:
         return gather_packed(y, replace(tp.packing, dim=y.dim() - 1), tp.axis)
     return gather_from_tp(y, -1, size, tp.axis)
 
 
 def split_features(x: Tensor, tp: TpState) -> Tensor:
-    """Returns this rank's part of the last dim."""
+    """Returns this rank's features of the last dim of ``x``."""
     if tp.packing is not None:
         return split_packed(x, replace(tp.packing, dim=x.dim() - 1), tp.axis)
     return split_to_tp(x, -1, tp.axis)
@@ -141,7 +145,8 @@ def split_features(x: Tensor, tp: TpState) -> Tensor:
 def map_first(
     tp: TpState, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Applies ``fn`` to the first positional tensor, or to the first argument when given by name."""
+    """Returns (args, kwargs) with ``fn`` applied to the first positional tensor or, if there is none, to the
+    keyword argument ``tp.first``; StateError if there is neither."""
     for i, value in enumerate(args):
         if isinstance(value, Tensor):
             return (*args[:i], fn(value), *args[i + 1 :]), kwargs
@@ -158,8 +163,9 @@ def map_first(
 
 
 def bind_base_forward(module: nn.Module, base: type[nn.Module], state: TpState) -> None:
-    """Replaces ``base.forward`` by the style's ``forward`` in the module. A subclass that overrides it (an
-    embedding that scales its output) keeps its own, whose ``super().forward(...)`` calls the style's."""
+    """Replaces the forward of ``base``, a class of ``module``, by the style's. If a subclass overrides
+    forward (an embedding that scales its output), its forward stays, and its ``super().forward(...)`` calls
+    the style's."""
     cls = type(module)
     if cls.forward is base.forward or "forward" in module.__dict__:
         bind_forward(module, state)
@@ -171,7 +177,7 @@ def bind_base_forward(module: nn.Module, base: type[nn.Module], state: TpState) 
 
 @functools.cache
 def _with_base(cls: type[nn.Module], base: type[nn.Module]) -> type:
-    """Returns a subclass of ``cls`` in whose MRO a class with the forward stands before ``base``."""
+    """Returns a subclass of ``cls`` whose ``super().forward`` is the style's, not ``base.forward``."""
     between = type(f"Tp{base.__name__}", (base,), {"forward": as_if(_forward, base.forward)})
     names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls, between), names)

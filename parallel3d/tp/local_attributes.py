@@ -1,4 +1,4 @@
-"""Int attributes of modules, such as numbers of heads, that differ on a rank which holds a part.
+"""Int attributes of modules, such as numbers of heads, whose value on a rank differs from the plain model's.
 
 ``self.num_heads`` in a forward's ``view`` must be the number of this rank's heads. Such an attribute is set
 on the instance when a plan is applied; the model's code and its config stay unchanged.
@@ -48,11 +48,11 @@ class PlannedAttribute:
 def local_attributes(
     path: str, module: nn.Module, values: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedAttribute]:
-    """Returns the attributes of ``module``, at ``path``, whose value differs from the plain model's.
+    """Returns the attributes of ``module``, at ``path`` in the model, that change under tensor parallelism.
 
     Args:
-        values: name -> its value on each tp rank; names that are no ``int`` of the module, or don't change,
-            are left out.
+        values: name -> its value on each tp rank; names that are no ``int`` of the module, or keep their
+            value, are left out.
     """
     planned = []
     for name, by_rank in values.items():
@@ -63,7 +63,8 @@ def local_attributes(
 
 
 def width_attributes(module: nn.Module, width: int) -> list[str]:
-    """Returns the attributes with the value ``width`` that are named like a width and read in the forward."""
+    """Returns the names of the module's int attributes that equal ``width``, a number of features, have a
+    name such as ``hidden_size``, and are read in its forward."""
     reads = reads_of(module)
 
     def is_width(name: str) -> bool:
@@ -75,7 +76,8 @@ def width_attributes(module: nn.Module, width: int) -> list[str]:
 
 
 def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]:
-    """Yields one line for each group of attributes that differ only in the number of a layer."""
+    """Yields lines for the plan's table, such as ``layers.*.attn.num_heads 32 -> 8 (x12)``; the layers share
+    one line."""
     groups: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for a in attributes:
         name = re.sub(r"\b\d+\b", "*", f"{a.module}.{a.name}".lstrip("."))
@@ -103,7 +105,8 @@ def _reads_of_class(cls: type) -> frozenset[str] | None:
 
 
 def method_trees(cls: type) -> list[ast.Module] | None:
-    """Returns the methods that a class itself has for its forward, parsed; None where there is no source."""
+    """Returns the syntax trees of the methods that ``cls`` itself defines, without those such as ``__init__``
+    that don't run in a forward; None if a source can't be read."""
     own = (getattr(m, "__func__", m) for n, m in vars(cls).items() if n not in NOT_COMPUTING)
     trees = [syntax_of(f) for f in map(inspect.unwrap, own) if inspect.isfunction(f)]
     return None if None in trees else trees  # type: ignore[return-value]

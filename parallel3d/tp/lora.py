@@ -24,17 +24,16 @@ _INSIDE = ("base_layer", "original_module")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer of peft around one of the model's."""
+    """Whether ``module`` is a layer that peft has put around a layer of the model."""
     return _is_of_peft(module, _WRAPPERS)
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer of peft that adds adapters to what one of the model's computes."""
+    """Whether ``module`` is a layer of peft that adds adapters to a layer of the model, such as LoRA."""
     return _is_of_peft(module, ("BaseTunerLayer",))
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``get_peft_model`` returns."""
     return _is_of_peft(module, ("PeftModel",))
 
 
@@ -44,7 +43,7 @@ def _is_of_peft(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def check_wrapper(module: Any) -> None:
-    """Raises PlanError for a layer of peft that isn't LoRA as above."""
+    """Raises PlanError for a layer of peft other than LoRA of a linear layer or embedding."""
     cls = type(module)
     lora = cls.__module__ == "peft.tuners.lora.layer" and cls.__name__ in ("Linear", "Embedding")
     variants = _variants(module) - {_ACTIVATED}
@@ -65,8 +64,8 @@ def _variants(module: Any) -> set[str]:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Returns a copy of ``model``, with its parameters and buffers, in which peft's layers are replaced by
-    the layers inside them; ``model`` itself if there are none."""
+    """Returns a copy of ``model`` that shares its parameters and buffers, in which each of peft's layers is
+    replaced by its base layer; ``model`` itself if it has none."""
     found = [n for n, m in model.named_modules() if is_wrapper(m) and hasattr(m, "base_layer")]
     if not found:
         return model
@@ -105,8 +104,8 @@ def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
 
 def base_names(model: nn.Module) -> Callable[[str], str]:
     """Returns a function that maps the name of a tensor of ``model``, a ``PeftModel`` or a model with peft's
-    layers, to its name in the base model, or to ``""`` if it belongs to an adapter. A copy that peft trains
-    (``modules_to_save``) gets the name of the original."""
+    layers, to its name in the base model, or to ``""`` if it belongs to an adapter. A trained copy of a layer
+    (peft's ``modules_to_save``) gets the name of the original."""
     modules = list(model.named_modules(remove_duplicate=False))
     wrappers = {plain_name(name) for name, module in modules if is_wrapper(module)}
     base = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
@@ -141,7 +140,8 @@ _INITIALISE: dict[str, Callable[[Tensor], Any]] = {
 
 
 def adapter_kind(model: nn.Module, path: str) -> str:
-    """Returns the kind of adapter that the module at ``path`` is, such as ``"lora_A"``; ``""``: none."""
+    """Returns peft's name of the adapter that the module at ``path`` belongs to, such as ``"lora_A"``; ``""``
+    if it belongs to none."""
     parts = path.split(".")
     for end, inner in enumerate(parts):
         if inner not in _INSIDE and is_wrapper(model.get_submodule(".".join(parts[:end]))):
@@ -150,7 +150,7 @@ def adapter_kind(model: nn.Module, path: str) -> str:
 
 
 def check_can_initialise_adapters(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raises Parallel3dError for an adapter at one of ``paths`` that ``initialise_adapter`` doesn't know."""
+    """Raises Parallel3dError if an adapter at one of ``paths`` is unknown to ``initialise_adapter``."""
     configs = getattr(model, "peft_config", {}).values()
     other = any(getattr(config, "init_lora_weights", True) is not True for config in configs)
     for path in paths:
@@ -163,7 +163,8 @@ def check_can_initialise_adapters(model: nn.Module, paths: Iterable[str]) -> Non
 
 
 def initialise_adapter(model: nn.Module, path: str, module: nn.Module) -> bool:
-    """Initializes ``module`` if it is an adapter; returns whether it is one."""
+    """Initializes the parameters of the module at ``path`` as peft does if it is a LoRA adapter; returns
+    whether it is an adapter."""
     kind = adapter_kind(model, path)
     for param in module.parameters(recurse=False) if kind else ():
         _INITIALISE[kind if param.dim() > 1 else "lora_B"](param)

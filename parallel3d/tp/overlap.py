@@ -44,11 +44,12 @@ WORTHWHILE = {"cpu": 2**24, "other": 2**32}
 
 @dataclass(slots=True)
 class Pending:
-    """A sum over ``tp`` that a backward has started.
+    """The sum over ``tp`` of an input's gradient, which a backward starts before the weights' gradients are
+    computed.
 
     Attributes:
-        work: the collective while it is under way, else None.
-        order: sequence number of the nodes that compute the weights' gradients.
+        order: the autograd sequence number of the nodes that compute the weights' gradients.
+        work: the collective while it is under way.
     """
 
     order: int = 0
@@ -61,25 +62,28 @@ class Pending:
 
 
 def pays(x: Tensor, rows: int = 1) -> bool:
-    """Whether linears whose input is ``rows`` times as large as ``x`` are large enough for the overlap."""
+    """Whether the linears that read ``x`` (``rows``: by how much it grows when it is gathered) have enough
+    work to make the overlap faster."""
     work = x.numel() * x.shape[-1] * rows
-    kind = x.device.type if dry_run.accelerator() is None else "other"
+    kind = x.device.type if dry_run.played is None else "other"
     least = WORTHWHILE.get(kind, WORTHWHILE["other"])
     return isinstance(work, int) and work >= least  # simulated ranks may have different sizes
 
 
 def may_wait() -> bool:
-    """Whether the current backward reads gradients only where they are used, so that a sum may be pending."""
+    """Whether a gradient may be returned before its sum is complete: not with ``create_graph`` or anomaly
+    detection, which read it at once."""
     return not (torch.is_grad_enabled() or torch.is_anomaly_enabled())
 
 
 def pending_of(x: Tensor) -> Pending | None:
-    """Returns the pending sum of the gradient of ``x``, if the node that made ``x`` starts one."""
+    """Returns the ``Pending`` of the gradient of ``x``; None if the node that made ``x`` starts none."""
     return getattr(x.grad_fn, "parallel3d_pending", None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns ``F.linear``, as two nodes where the sum of the input's gradient can be pending."""
+    """Returns ``F.linear(x, weight, bias)``. If the gradient of ``x`` has a ``Pending``, the gradients of
+    input and weight are computed by two autograd nodes, the weight's while the sum is under way."""
     pending = None if torch.compiler.is_compiling() else pending_of(x)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     if pending is None or not trained or torch.is_autocast_enabled(x.device.type):
@@ -105,8 +109,9 @@ class _Finish(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """Returns a token that connects a linear to the node that computes its weights' gradients, from the
-    output gradient and the input that the linear's backward puts into ``deferred``."""
+    """Computes the gradients of weight and bias in a node of its own, from the output gradient and the input
+    that the backward of ``_Linear`` puts into ``deferred``. Its output is empty: it only connects the two
+    nodes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, deferred: list[Tensor]) -> Tensor:
@@ -146,7 +151,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """(..., out) and (..., in) -> (out, in)."""
+    """Returns the weight's gradient, (out, in), for an output gradient (..., out) and an input (..., in)."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
@@ -156,7 +161,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
-    """Returns why ``GatherLinear`` can't take these arguments, in words for the user, or ``""``."""
+    """Returns why :class:`GatherLinear` can't be used here, for a warning, or ``""`` if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile orders the collectives"
     if dim % x.dim() == x.dim() - 1:
@@ -169,8 +174,9 @@ def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
 
 
 class GatherLinear(torch.autograd.Function):
-    """``F.linear`` of ``gather_sequence(x, dim, ...)``, by at most ``chunks`` all-gathers. ``x`` is this
-    rank's part of the sequence, of one size on all ranks. See :func:`obstacle`."""
+    """``F.linear`` of ``gather_sequence(x, dim, ...)``, with the sequence gathered in up to ``chunks``
+    pieces, each while the one before is multiplied. ``x`` is this rank's part of the sequence, of one size on
+    all ranks."""
 
     @staticmethod
     def forward(
@@ -246,11 +252,12 @@ _GATHERED = 1
 
 
 def share_copy(x: Tensor, axis: TpAxis, *, read_only: bool = False) -> Tensor:
-    """Returns ``copy_to_tp(x)``, one for all callers with the same ``x``; ``x`` if it needs no gradient.
+    """Returns ``copy_to_tp(x)``, the same result for all callers with the same ``x``, so that its gradient is
+    summed over tp once; ``x`` itself if it needs no gradient.
 
     Args:
-        read_only: the caller doesn't change the result in place. Without it autograd refuses such a change,
-            as it does for ``copy_to_tp``: ``x`` would change without autograd's knowledge.
+        read_only: the caller doesn't change the result in place. Without it autograd raises for such a
+            change, which would change ``x`` without autograd's knowledge.
     """
     if axis.size == 1:
         return x
@@ -263,7 +270,7 @@ def share_copy(x: Tensor, axis: TpAxis, *, read_only: bool = False) -> Tensor:
 
 
 def share_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """Returns ``gather_sequence(...)`` of these arguments, one for all callers with the same ``x``."""
+    """Returns ``gather_sequence`` of these arguments, one result for all callers with the same ``x``."""
     if axis.size == 1:
         return x
     if _not_shareable(x):
@@ -278,11 +285,9 @@ def _not_shareable(x: Tensor) -> bool:
 
 
 class _Entry(weakref.ref[Tensor]):
-    """A cached result and a weak reference to the input that it was computed from.
-
-    The result is valid while ``state`` equals that of the input: the arguments, and the input's autograd
-    node, storage and version (``x.detach_()`` and ``x.data = ...`` don't change the version).
-    """
+    """A cached result, and a weak reference to the input that it was computed from. It is valid while
+    ``state`` still holds for the input: the arguments, and its autograd node, storage and version
+    (``x.detach_()`` and ``x.data = ...`` don't change the version)."""
 
     __slots__ = ("result", "result_version", "state")
 
@@ -296,7 +301,8 @@ def _forget(entry: Any) -> None:
 
 
 def _share(x: Tensor, axis: TpAxis, gather: tuple[Any, ...]) -> Tensor:
-    """Returns the shared copy of ``x``, or with ``gather`` = (dim, global size) the gathered sequence."""
+    """Returns the cached result for ``x``, or computes and caches it: the gathered sequence if ``gather`` is
+    (dim, global size), a copy if it is empty."""
     recent = axis.gathered if gather else axis.copies
     # A recomputation, which gives another object, must share what its forward did: nothing from before it.
     how = (*gather, x.requires_grad, torch.is_grad_enabled(), innermost())
@@ -360,7 +366,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _View(torch.autograd.Function):
-    """A view that autograd lets nobody change."""
+    """Returns a view of its input that raises when it is changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: Pending | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts that leave a tensor-parallel forward by another way than a module's output: hooks and attributes.
+"""Hooks and attributes through which code outside a tensor-parallel model would read a part of a tensor.
 
 Between a column-parallel and a row-parallel layer each rank has only a part of the features. So a hook on a
 module there sees a part, and a value that a forward leaves in an attribute (``self.penalty``, which the
@@ -40,11 +40,8 @@ _REMEDY = (
 
 
 def hooks_on_parts(module: nn.Module, takes: bool, gives: bool) -> str:
-    """Returns the name of a hook of ``module`` that sees parts, or ``""``.
-
-    Args:
-        takes, gives: whether the module's input, and its output, is a part.
-    """
+    """Returns the name of a hook of ``module`` that would get this rank's part of a tensor, or ``""``.
+    ``takes``, ``gives``: whether the module's input, and its output, is such a part."""
     kinds = _BEFORE * takes + _AFTER * (takes or gives)
     for hook in (hook for kind in kinds for hook in module.__dict__[kind].values()):
         if not _KNOWN.issuperset(packages_of(hook)):
@@ -53,12 +50,13 @@ def hooks_on_parts(module: nn.Module, takes: bool, gives: bool) -> str:
 
 
 def refused_hook(hook: str, name: str) -> str:
-    """Returns the message about a hook that ``hooks_on_parts`` has found on the module ``name``."""
+    """Returns the error message for the hook named ``hook`` on the module ``name``."""
     return f"the hook {hook} of {name!r} would see this rank's part of what is split over tp; {_REMEDY}"
 
 
 def refuse_hooks(module: nn.Module, style: Any) -> None:
-    """Raises StateError for a hook of a split module that sees parts; it is called in each forward."""
+    """Raises StateError if a hook of ``module``, which has ``style``, would get this rank's part of a tensor;
+    called in each forward."""
     hook = hooks_on_parts(module, *style.parts)
     if hook:
         raise StateError(refused_hook(hook, f"{type(module).__name__} as {style}"))
@@ -68,12 +66,12 @@ def refuse_hooks(module: nn.Module, style: Any) -> None:
 
 
 class PartOfRank(Tensor):
-    """Stands in an attribute for a tensor of which this rank has only a part. Its shape, dtype and device can
-    be read; computing with it raises StateError.
+    """A tensor that replaces the value of a module's attribute if that is only this rank's part of a tensor.
+    Its shape, dtype and device can be read; computing with it raises StateError.
 
     Attributes:
-        attribute: the attribute's name, for the error.
-        part: the tensor itself.
+        attribute: the attribute's path, for the message.
+        part: the value that it replaces.
     """
 
     attribute: str
@@ -94,15 +92,8 @@ class PartOfRank(Tensor):
 
 
 _HARMLESS = {"__get__", "__repr__", "__hash__", "__len__", "as_subclass", "register_hook"}
-_HARMLESS |= {
-    "size",
-    "dim",
-    "numel",
-    "element_size",
-    "stride",
-    "is_floating_point",
-    "is_contiguous",
-}
+_HARMLESS |= {"size", "dim", "numel", "element_size", "stride"}
+_HARMLESS |= {"is_floating_point", "is_contiguous"}
 
 
 def _replace(module: nn.Module, name: str, fn: Any) -> None:
@@ -129,17 +120,14 @@ if IS_2_11:  # there a collective in place, of a matmul's output that is a view,
 
 
 class _Graph:
-    """Finds out whether tensors of one forward are parts, by autograd's graph.
-
-    Attributes:
-        known: node -> whether its output is a part.
-    """
+    """Finds out whether a rank has only its part of a tensor: the last collective before it in autograd's
+    graph shows it."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, bool] = {}
+        self.known: dict[Any, bool] = {}  # node -> whether its output is a part
 
     def has_part(self, tree: Any) -> bool:
-        """Whether a tensor in ``tree`` is a part."""
+        """Whether ``tree`` has a tensor of which each rank has only a part, or a summand."""
         return any(t.grad_fn is not None and self._is_part(t.grad_fn) for t in tensors_in(tree))
 
     def _is_part(self, last: Any) -> bool:
@@ -164,10 +152,14 @@ class _Graph:
         return self.known[last]
 
 
+def _trains(model: nn.Module) -> bool:
+    return torch.is_grad_enabled() and model.training and not torch.compiler.is_compiling()
+
+
 @dataclass
 class _PartWatch:
-    """The hooks of a model that look for parts, until its first training forward has ended. They stay if an
-    attribute has a part.
+    """The hooks that look for parts in hooks' arguments and in attributes during a model's first training
+    forward; they are removed after it unless an attribute has a part.
 
     Attributes:
         sources: modules whose output is a part.
@@ -188,7 +180,7 @@ class _PartWatch:
     def begin(self, model: nn.Module, args: Any) -> None:
         for _, module, name in self.found or ():
             _replace(module, name, lambda t: getattr(t, "part", t))
-        if self.found is not None or not self._looks(model):
+        if self.found is not None or not _trains(model):
             return
         self._forget()
         outer = (module for module in model.modules() if is_compiled(module))
@@ -202,10 +194,6 @@ class _PartWatch:
                 check = functools.partial(self._check_hooked, path)
                 hook = module.register_forward_hook(check, prepend=True, with_kwargs=True)
                 self.handles.append(hook)
-
-    def _looks(self, model: nn.Module) -> bool:
-        active = torch.is_grad_enabled() and model.training
-        return active and not torch.compiler.is_compiling()
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
@@ -225,7 +213,7 @@ class _PartWatch:
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.found is None:
-            if not self._looks(model):
+            if not _trains(model):
                 return
             self.found = [
                 (path, module, name)
@@ -238,26 +226,21 @@ class _PartWatch:
                     handle.remove()
         if torch.is_grad_enabled() and not ranks_are_simulated():
             for path, module, name in self.found:
-                _replace(module, name, _guarding(f"{path}.{name}".lstrip(".")))
+                where = f"{path}.{name}".lstrip(".")
+                _replace(module, name, functools.partial(_guarded, where))
 
 
-def _guarding(where: str) -> Any:
-    def guard(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is None or isinstance(tensor, PartOfRank):
-            return tensor
-        guarded = tensor.as_subclass(PartOfRank)
-        guarded.attribute, guarded.part = where, tensor
-        return guarded
-
-    return guard
+def _guarded(where: str, tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None or isinstance(tensor, PartOfRank):
+        return tensor
+    guarded = tensor.as_subclass(PartOfRank)
+    guarded.attribute, guarded.part = where, tensor
+    return guarded
 
 
 def watch_parts(model: nn.Module, styles: Mapping[str, Any]) -> None:
-    """Makes hooks that see parts, and attributes that hold parts, raise StateError; see the top of the file.
-
-    Args:
-        styles: path -> style of an applied plan.
-    """
+    """Adds the hooks to ``model`` that raise StateError for hooks and attributes which would show a part of a
+    tensor (see the top of the file). ``styles``: path -> style of an applied plan."""
     watch = _PartWatch([model.get_submodule(n) for n, style in styles.items() if style.parts[1]])
     watch.own = [
         model.register_forward_pre_hook(watch.begin),

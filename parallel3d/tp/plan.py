@@ -18,9 +18,9 @@ from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._util.arguments import counted
+from parallel3d._util.forwards import unchanged_on_error
 from parallel3d._util.quantised import packed_kind
 from parallel3d._util.replaced_params import marking_replaced
-from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
 from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
@@ -39,7 +39,7 @@ class PlannedParam:
     Attributes:
         name: its name in the module, such as ``"weight"``.
         shape: its shape in the plain model.
-        rule: its placement on ``tp`` and the kind of its gradient.
+        rule: how it is split over ``tp``, and whether its gradient is summed over it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class PlannedParam:
     rule: ParamRule
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Returns the shape of the largest part on a rank."""
+        """Returns the shape of the largest of the ranks' parts of the parameter."""
         if not isinstance(self.rule.placement, Shard):
             return self.shape
         dim, packing = self.rule.placement.dim, self.rule.packing
@@ -57,7 +57,7 @@ class PlannedParam:
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """One module with a style.
+    """A module of the model, with its style.
 
     Attributes:
         name: its path in the model; ``""`` is the root.
@@ -66,7 +66,7 @@ class PlannedModule:
         params: its own parameters, in its order.
         why: the reason for the rule, when it isn't the user's.
         traffic: its collectives, with their sizes per token.
-        itemsize: bytes of an element of its parameters, or of the model's.
+        itemsize: bytes of an element of its parameters, or of the model's if it has none.
     """
 
     name: str
@@ -86,8 +86,8 @@ class ResolvedPlan:
         tp_size: the number of ranks of the ``tp`` axis for which it was resolved.
         modules: the modules with a style, in the model's order.
         unplanned: names of the parameters without a style; they stay plain tensors, whole on every rank.
-        notes: messages about what the resolution did beyond the plan's rules.
-        attributes: attributes of modules, such as numbers of heads, that differ on a rank.
+        notes: messages about what was changed or added beyond the plan's rules.
+        attributes: attributes of modules, such as numbers of heads, whose value on a rank differs.
         unchecked: messages about layers of the plan that could not be checked.
     """
 
@@ -99,7 +99,7 @@ class ResolvedPlan:
     unchecked: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two ranks exactly when they would apply the same plan."""
+        """Returns a text that is equal on two ranks if they would apply the same plan."""
         lines = [f"tp {self.tp_size}"]
         for m in self.modules:
             params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
@@ -109,12 +109,13 @@ class ResolvedPlan:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the model's input is a part on each rank, as torch's style of its first module declares."""
+        """Whether torch's style of the first module declares that the model's input is split over tp, by
+        batch or sequence."""
         return bool(self.modules) and getattr(self.modules[0].style, "takes_rows", False)
 
     def __str__(self) -> str:
-        """Returns a table of the modules' styles, parameters and collectives, with the bytes per token of the
-        whole tensor that is reduced or gathered, in the parameters' dtype."""
+        """Returns a table of the modules' styles, parameters and collectives. Sizes of collectives are bytes
+        per token of the whole tensor that is reduced or gathered, in the parameters' dtype."""
         rows = [tuple(_HEADER), *self._rows()]
         if not any(row[-1] for row in rows[1:]):
             rows = [row[:-1] for row in rows]
@@ -161,12 +162,16 @@ class ResolvedPlan:
         return "\n".join(lines + list(_traffic(self)))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yields the table's rows; modules that differ only in the number of their layer share one."""
+        """Yields the cells of each row of the table; modules of all layers share a row."""
         names: dict[tuple[str, ...], list[str]] = {}
         for m in self.modules:
-            params = ", ".join(_describe_param(p, self.tp_size) for p in m.params) or "-"
+            params = ", ".join(
+                f"{p.name} {p.shape} -> {p.local_shape(self.tp_size)}"
+                + " [gradient summed]" * (p.rule.tp_grad == "partial")
+                for p in m.params
+            )
             traffic = [_describe_traffic(m, phase) for phase in ("forward", "backward")]
-            key = (numberless(m.name), str(m.style), params, *traffic, m.why)
+            key = (numberless(m.name), str(m.style), params or "-", *traffic, m.why)
             names.setdefault(key, []).append(m.name)
         for (name, *cells), members in names.items():
             label = f"{name} (x{len(members)})" if len(members) > 1 else members[0] or "(root)"
@@ -220,11 +225,6 @@ class ResolvedPlan:
 
 
 _HEADER = ("module", "style", "parameters, whole -> on a rank", "forward", "backward", "why")
-
-
-def _describe_param(p: PlannedParam, tp: int) -> str:
-    summed = " [gradient summed]" if p.rule.tp_grad == "partial" else ""
-    return f"{p.name} {p.shape} -> {p.local_shape(tp)}{summed}"
 
 
 def _describe_traffic(m: PlannedModule, phase: str) -> str:
@@ -283,7 +283,7 @@ def _find_modules(plan: ResolvedPlan, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
-    """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
+    """Returns the parameter as a DTensor on ``tp`` that holds this rank's part."""
     whole = param.detach()
     local = rule.part(whole, axis.size, axis.rank)
     local = copy_by_rank(local, axis) if local is whole else local
@@ -298,8 +298,9 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
 def _watch_unplanned(
     model: nn.Module, plan: ResolvedPlan, axis: TpAxis, sequence: SequenceLength
 ) -> None:
-    """Makes modules without a style raise if their first forward gets a part of the sequence. Their output
-    would be right, but their parameters would get the gradient of this rank's part only, and so diverge."""
+    """Makes modules without a style raise if the input of their first forward is a part of the sequence.
+    Their output would be right, but each rank's parameters would get the gradient of its part only, and so
+    diverge."""
     splits = [p.style for p in plan.modules if p.style.splits_sequence]
     dims = {getattr(style, "sequence_dim", 1) for style in splits}
     if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks
@@ -313,7 +314,8 @@ def _watch_unplanned(
 
 @dataclass
 class _CheckInput:
-    """The hook. It checks one forward: in later ones a whole tensor may have a part's length by chance."""
+    """The forward pre-hook of ``_watch_unplanned``. It checks one forward only: in later ones a whole tensor
+    may have a part's length by chance."""
 
     name: str
     axis: TpAxis
@@ -327,9 +329,9 @@ class _CheckInput:
         self.done = True
         length, x = self.sequence.length, args[0] if args else None
         trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if length is None or length <= 1 or not trained or not isinstance(x, Tensor):
+        if length is None or length <= 1 or not trained:
             return
-        if not x.is_floating_point():
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
             return
         rows = self.axis.rows(length)
         # The last dim is of features.
@@ -386,7 +388,7 @@ def resolve_plan(
             )
     if isinstance(plan, str):
         # Here, so that importing parallel3d doesn't import what few programs use.
-        from parallel3d.tp.auto.choose import choose
+        from parallel3d.tp.auto.complete import choose
 
         plan_source = choose(model, tp_size, example)
     else:

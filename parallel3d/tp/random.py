@@ -40,13 +40,14 @@ from torch import nn
 from parallel3d._torch.autograd import in_backward_pass, queue_backward_callback
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated, value_on_rank
+from parallel3d._util import dry_run
+from parallel3d._util.dry_run import note_obstacle
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import AgreementError, StateError
 from parallel3d.tp.collectives import TpAxis
 
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
-
 
 _BITS = 48
 _FIELD = 2**_BITS - 1
@@ -70,7 +71,8 @@ _DROPOUT += (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -> None:
-    """Makes the modules of an applied plan, name -> style, switch the generator."""
+    """Wraps the forwards of ``model`` and its modules so that they switch the random generator between the
+    stream of whole tensors and the one of parts. ``styles``: path -> style of an applied plan."""
     regions = _Regions(axis)
     done = set()
     for name, style in styles.items():
@@ -92,7 +94,8 @@ def _wrap(module: nn.Module, name: str, place: "_Draw", forward: Callable[..., A
 
 
 def refuse_later_dropout(model: nn.Module) -> None:
-    """Makes the dropout modules of a model without ``install_random`` raise if their ``p`` is set later."""
+    """Makes the dropout modules of a model without dropout (``install_random`` was not called) raise if their
+    ``p`` is above 0 in a later forward."""
     for module in model.modules():
         if isinstance(module, _DROPOUT):
             module.register_forward_pre_hook(_refuse_dropout)
@@ -109,8 +112,8 @@ def _refuse_dropout(module: Any, args: Any) -> None:
 
 def _outermost(name: str, model: nn.Module, split: bool) -> nn.Module:
     """Returns the linear layer ``name``, or the outermost LoRA layer around it, whose dropout runs after the
-    base layer. With ``split``, whether the output is split, wrappers of any class with as many output
-    features count too."""
+    base layer. ``split``: whether the layer's output features are split; then a wrapper of any class with as
+    many output features counts too."""
     module = model.get_submodule(name)
     size = getattr(module, "out_features", None)
     while "." in name and size is not None:
@@ -129,20 +132,17 @@ def _outermost(name: str, model: nn.Module, split: bool) -> nn.Module:
 
 @dataclass
 class _Regions:
-    """The state that the modules of one model share.
-
-    Attributes:
-        depth: the number of the model's forwards under way.
-        forwards: the number of its forwards in training.
-    """
+    """State that the wrapped forwards of one model share. ``depth``: how many of the model's forwards are
+    under way; ``forwards``: how many ran in training."""
 
     axis: TpAxis
     depth: int = 0
     forwards: int = 0
 
     def compare_now(self) -> bool:
-        """Counts a forward in training, and returns whether it compares states: the first, second, fourth ...
-        and each 256th. A rank that alone draws numbers, to log or to evaluate, differs afterwards."""
+        """Counts a forward in training, and returns whether the ranks' generator states are to be compared in
+        it: in the first, second, fourth, eighth ... and each 256th. They differ if a rank alone draws
+        numbers, to log or to evaluate."""
         n = self.forwards = self.forwards + 1
         return n & (n - 1) == 0 or n % _COMPARED_EVERY == 0
 
@@ -223,7 +223,18 @@ def _to_whole(axis: TpAxis) -> None:
     _switch(axis, switch)
 
 
+@note_obstacle
+def _seeds_in_forward(model: nn.Module, batch: Any) -> str | None:
+    if not any("_parallel3d_random_root" in vars(module) for module in model.modules()):
+        return None
+    return (
+        "dropout on parts of tensors, under tensor parallelism, seeds the generator in each forward; set "
+        "dropout to 0 before parallelize"
+    )
+
+
 def _switch(axis: TpAxis, switch: Callable[[torch.Generator, int], None]) -> None:
+    dry_run.seeds("dropout on parts of a tensor, which differs by tp rank")
     generator = _generator(axis)
     if generator is None:
         return
@@ -257,7 +268,7 @@ def _hash(data: bytes) -> int:
 
 
 def _compare(axis: TpAxis) -> None:
-    """Raises if the generators of the tp ranks have different states."""
+    """Raises AgreementError if the generators of the tp ranks have different states."""
     generator = _generator(axis)
     if generator is None or ranks_are_simulated():  # simulated ranks begin alike
         return

@@ -76,12 +76,11 @@ def is_in(path: str, outer: str) -> bool:
 
 
 def has_wildcard(pattern: str) -> bool:
-    """Whether the pattern can match more than one path."""
     return bool(_WILDCARDS.search(pattern))
 
 
 def specificity(pattern: str) -> tuple[int, int]:
-    """Returns how many segments and characters are no wildcards: more in a more specific pattern."""
+    """Returns a sort key, larger for more specific patterns (more segments without wildcards)."""
     literal = [segment for segment in pattern.split(".") if not has_wildcard(segment)]
     return len(literal), len(_WILDCARDS.sub("", pattern))
 
@@ -93,7 +92,7 @@ def numberless(path: str, most: int = 0) -> str:
 
 
 def nearest(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the paths that are most similar to ``pattern``, each once for all layers."""
+    """Returns up to ``count`` paths similar to ``pattern``, for errors; equal layers count once."""
     names = dict.fromkeys(numberless(path) for path in paths if path)
     return difflib.get_close_matches(numberless(pattern), names, count, 0.4)
 
@@ -107,7 +106,7 @@ Plan = Mapping[str, Rule] | Literal["auto"]
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The rules of a plan, pattern -> rule, and their origin.
+    """A plan's rules, pattern -> style or style name, and their origin.
 
     Attributes:
         why: pattern -> the reason for the rule, for the report; patterns from the user have none.
@@ -162,10 +161,11 @@ _EXPERT_PARALLEL = ("grouped_gemm", "ep_", "moe_ep")
 
 
 def parse_style(value: Any) -> Style:
-    """Returns the style that ``value``, a style, its name or one of torch's styles, stands for.
+    """Returns the style for a rule's ``value``: a style, the name of one, or one of torch's ``ParallelStyle``
+    objects.
 
     Raises:
-        PlanError: it is an unknown name, or neither a name nor a style.
+        PlanError: ``value`` is an unknown name, or of another type.
     """
     if isinstance(value, Style):
         return value
@@ -193,9 +193,15 @@ _HAS_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class RuledModule:
-    """A module with the style that a rule gives it, and the reason for the rule if it isn't the user's.
+    """A module and the style that a rule of the plan gives it.
 
-    For a rule on a parameter: the module that owns it, the parameter's style, and its path as ``name``.
+    Attributes:
+        name: the module's path.
+        pattern: the rule's pattern.
+        why: the reason for the rule, if it isn't the user's.
+
+    For a rule on a parameter, ``module`` is the one that owns the parameter, ``style`` and ``name`` (its
+    path) are the parameter's.
     """
 
     name: str
@@ -210,11 +216,12 @@ Role = Literal["query", "key", "value", "fused", "latent", "other"]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear of an attention layer that the plan splits.
+    """A linear layer of an attention layer, split by the plan.
 
     Attributes:
-        role: what it computes; ``"fused"``: several kinds; ``"latent"``: keys and values for each query
-            head, as DeepSeek's kv_b_proj.
+        role: what it computes; ``"fused"``: several of query, key and value; ``"latent"``: keys and values
+            for each query head, as DeepSeek's kv_b_proj; ``"other"``: else, such as a gate or the output
+            projection.
         size: number of features that the plan splits.
         dim: the weight's dim that has this size.
     """
@@ -249,12 +256,12 @@ class Attention:
 
     @property
     def group(self) -> int:
-        """The number of query heads for each key and value head."""
+        """The number of query heads that attend to the same key and value head."""
         assert self.heads is not None and self.kv_heads is not None
         return self.heads // self.kv_heads
 
     def heads_of(self, projection: Projection) -> int:
-        """Returns the number of heads in a projection."""
+        """Returns the number of heads in a projection: ``kv_heads`` for keys and values, else ``heads``."""
         assert self.heads is not None and self.kv_heads is not None
         return self.kv_heads if projection.role in ("key", "value", "fused") else self.heads
 
@@ -263,12 +270,12 @@ class Resolution:
     """A plan being resolved against a model. Problems are collected, so that all are raised at once.
 
     Attributes:
-        modules: the model's modules, by each of their paths.
-        ruled: the modules with a style, by identity, so that one with two paths counts once.
-        rules: the rules of these modules' own parameters, by the same key; set by ``finish``.
+        modules: path -> module; a module with several paths is there under each.
+        ruled: id of a module -> the module with its style.
+        rules: id of a module -> parameter's name -> its rule; set by ``finish``.
         problems: messages about errors in the plan.
-        notes: messages about what the resolution did beyond the plan's rules.
-        attributes: attributes of modules that differ on a rank.
+        notes: messages about what was changed or added beyond the plan's rules.
+        attributes: attributes of modules whose value on a rank differs.
         attentions: the attention layers that the plan splits, as ``auto/heads.py`` found them.
         local_sizes: paths of the modules to which the plan gives ``LocalSizes``.
     """
@@ -290,8 +297,8 @@ class Resolution:
     # ---- patterns -> modules and parameters ----
 
     def add_plan(self, plan_source: PlanSource, *, strict: bool) -> None:
-        """Gives modules and parameters the styles of the plan's rules; with ``strict`` a rule that matches
-        nothing is a problem, otherwise a note."""
+        """Gives modules and parameters the styles of the plan's rules. A rule that matches nothing is a
+        problem if ``strict``, else a note."""
         self._is_empty = not plan_source.rules
         by_owner: dict[str, dict[str, RuledModule]] = {}  # rules of parameters
         for pattern, value in plan_source.rules.items():
@@ -361,7 +368,9 @@ class Resolution:
             )
 
     def _rule_params(self, owner: str, rules: dict[str, RuledModule]) -> None:
-        """Passes the rules of parameters to the style of the module that owns them."""
+        """Gives the module at ``owner`` the rules of its parameters, by parameter's name: its style takes
+        them, or the style of a linear layer or embedding without one is taken from them. Raises PlanError if
+        the module needs a style for that."""
         module = self.modules[owner]
         ruled = self.ruled.get(id(module))
         styles = {name: rule.style for name, rule in rules.items()}
@@ -382,8 +391,7 @@ class Resolution:
             )
 
     def _nearest(self, pattern: str) -> str:
-        near = nearest(pattern, [*self.modules, *self._params])
-        if near:
+        if near := nearest(pattern, [*self.modules, *self._params]):
             return f"nearest: {', '.join(map(repr, near))}"
         children = dict.fromkeys(name.split(".")[0] for name in self.modules if name)
         return f"the model has {'the modules ' if children else 'no modules'}{', '.join(map(repr, children))}"
@@ -391,7 +399,7 @@ class Resolution:
     # ---- shared parameters ----
 
     def _owners(self) -> Iterator[tuple[str, list[tuple[nn.Module, str]]]]:
-        """Yields the path of each distinct parameter, and its owners: (module, its name for it)."""
+        """Yields the path of each parameter, and a list of (module that holds it, its name there)."""
         owners: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
         paths: dict[int, str] = {}
         for path, param in self._params.items():
@@ -403,8 +411,8 @@ class Resolution:
             yield paths[key], list(modules.values())
 
     def add_tied_embeddings(self) -> None:
-        """Finds embeddings and heads without a rule that share their weight with a module whose vocabulary is
-        split, and gives them the style that splits the weight in the same way."""
+        """Gives a style to embeddings and heads without a rule that share their weight with a module whose
+        vocabulary is split: one that splits the weight in the same way."""
         for _, owners in self._owners():
             modules = [module for module, _ in owners]
             ruled = [self.ruled[id(module)] for module in modules if id(module) in self.ruled]
@@ -438,7 +446,7 @@ class Resolution:
         return Colwise(output="replicate") if whole and is_plain(module, nn.Linear) else None
 
     def add_adapters(self) -> None:
-        """Gives the adapters of LoRA layers the styles that their base layers' require."""
+        """Gives the LoRA adapters of each split layer the styles that fit their layer's."""
         for name, module in self.modules.items():
             base = self.modules.get(f"{name}.base_layer".lstrip("."))
             ruled = self.ruled.get(id(base))
@@ -461,7 +469,8 @@ class Resolution:
     # ---- rules of parameters, and checks ----
 
     def finish(self) -> None:
-        """Sets the rules of parameters and modules' attributes, and checks the plan as a whole."""
+        """Computes ``rules`` and ``attributes`` from the styles, and adds problems that concern several
+        modules: shared parameters split in two ways, inputs in a layout that nothing makes."""
         for key, ruled in self.ruled.items():
             try:
                 self.rules[key] = ruled.style.plan(ruled.module, self.tp)
@@ -532,14 +541,13 @@ class Resolution:
                     )
 
     def _split_inside(self, name: str) -> list[str]:
-        """Returns the modules inside ``name`` whose style splits features."""
-        split = (
-            r for r in self.ruled.values() if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
-        )
-        return [r.name for r in split if r.name != name and is_in(r.name, name)]
+        """Returns the paths of the modules inside ``name`` whose style splits features."""
+        inside = (r for r in self.ruled.values() if r.name != name and is_in(r.name, name))
+        return [r.name for r in inside if isinstance(r.style, (Colwise, Rowwise, SplitHeads))]
 
     def leave_fast_paths(self) -> None:
-        """Makes torch's transformer encoders call the modules in them that are split."""
+        """Gives torch's transformer encoders around split modules a style that disables their fast path for
+        inference, which would read weights without calling the modules."""
         for name, module in self.modules.items():
             free = isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled
             if free and self._split_inside(name):

@@ -1,10 +1,10 @@
 """check_same_batch: whether the ranks of each tp group, or cp group, got the same batch.
 
-They share each layer's computation, or each sequence, so they must read the same samples. If they don't,
-nothing raises: the loss is that of a mixture of batches, and decreases more slowly. The check compares inputs
-before every forward. It uses only collectives on tensors, so that it works on simulated ranks too.
-``parallelize`` checks the first training forward over tp, and ``shard_batch`` the first batch over cp; both
-compare a digest first, and the inputs only if it differs.
+Ranks of a tp group share each layer's computation, those of a cp group each sequence, so they must read the
+same samples. If they don't, nothing raises: the loss is that of a mixture of batches, and decreases more
+slowly. The check compares inputs before every forward. It uses only collectives on tensors, so that it works
+on simulated ranks too. ``parallelize`` checks the first training forward over tp, and ``shard_batch`` the
+first batch over cp; both compare a digest first, and the inputs only if it differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
-from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
@@ -74,9 +73,10 @@ def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -
 def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
     """Compares the inputs of ``model`` over each tp group once, before its first forward in training.
 
-    It compares a hash of integers, and norm and direction of other tensors, so that those that differ by
-    rounding only (inputs of pipeline stages) are equal: one all-gather of eight numbers over tp, and of one
-    over each other axis. Nothing happens where there are no other ranks, as in a dry run.
+    It compares digests: a hash of integer tensors, and the norm and direction of others, so that inputs which
+    differ by rounding only (those of pipeline stages) count as equal. This takes one all-gather of eight
+    numbers over tp, and of one over each other axis. Nothing happens where there are no other ranks, as in a
+    dry run.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names and mesh.size(names.index("tp")) > 1:
@@ -85,19 +85,20 @@ def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_first_cut(mesh: DeviceMesh, cp: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Compares whole batches over the axis ``cp`` of ``mesh``, once for each mesh, by digests too."""
+    """Compares a batch, which ``shard_batch`` is about to cut, over the axis named ``cp``, by digests as in
+    ``check_first_batch``; once for each mesh."""
     axis = (mesh.mesh_dim_names or ()).index(cp)
 
     def compare() -> bool:
         _FirstCheck(mesh, axis).compare(_named_inputs(args, kwargs))
         return True
 
-    if not dry_run.active() and (others() is not None or ranks_are_simulated()):
+    if others() is not None or ranks_are_simulated():
         kept_with(mesh, ("first batch", cp), compare)
 
 
 class _BatchCheck:
-    """The hook of ``check_same_batch``."""
+    """The forward pre-hook of ``check_same_batch``."""
 
     more = ""  # the end of its error
 
@@ -116,7 +117,8 @@ class _BatchCheck:
 
     @torch.no_grad()
     def compare(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises on every rank of the mesh if these differ within a group of the axis."""
+        """Raises AgreementError on every rank of the mesh if the tensors differ between ranks of one group of
+        the axis. ``named``: (name for messages, tensor)."""
         if found := self.first_of_all(self.difference(self.filled(len(named)).view(1))):
             rank, _, *counts = found
             self.fail(rank, "the number of input tensors", *counts)
@@ -149,18 +151,19 @@ class _BatchCheck:
             self.fail(rank, where, _value(got, dtype), _value(want, dtype))
 
     def filled(self, value: int) -> torch.Tensor:
-        """Returns a number, which may differ by simulated rank, as a tensor."""
+        """Returns an int64 scalar tensor with ``value``, which may differ by simulated rank."""
         return torch.full((), value, dtype=torch.int64, device=self.device)
 
     def kind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what must be equal before values can be compared: (dtype, dims, sizes)."""
+        """Returns an int64 tensor: the dtype's number, the number of dims, the sizes."""
         sizes = [*tensor.shape[:_DIMS], *([-1] * (_DIMS - tensor.dim()))]
         numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *sizes]
         return torch.stack([self.filled(number) for number in numbers])
 
     def difference(self, mine: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """Returns an int64 record of the first element of ``mine``, int64, that differs from the one of the
-        group's first rank: global rank, index, both values, ``more``; all ``_NEVER`` if no element does."""
+        """Compares ``mine`` (int64) with that of the group's first rank, and returns an int64 record of the
+        first element that differs: global rank, index, both values, then ``more``; all ``_NEVER`` if they are
+        equal."""
         mine = torch.cat([mine, mine.new_zeros(1)])  # an input may have no elements
         first = mine.clone()
         dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.axis))
@@ -174,14 +177,15 @@ class _BatchCheck:
         return torch.where(differs.any(), record, torch.full_like(record, _NEVER))
 
     def rows(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Gathers a flat tensor along ``axis``: (ranks, numel)."""
+        """All-gathers a flat tensor over the mesh axis ``axis``, as (ranks, numel)."""
         size = self.mesh.size(axis)
         rows = tensor.new_empty(size * tensor.numel())
         all_gather_single(rows, tensor.contiguous(), group=self.mesh.get_group(axis))
         return rows.view(size, -1)
 
     def first_of_all(self, record: torch.Tensor) -> list[int]:
-        """Returns the record of the lowest rank of the mesh that has a difference, on every rank; or []."""
+        """Exchanges the ranks' ``record``s, each from ``difference``. Returns on all ranks that of the lowest
+        rank that differs; [] if none does."""
         for axis in range(self.mesh.ndim):
             if self.mesh.size(axis) > 1:
                 rows = self.rows(record, axis)
@@ -190,7 +194,7 @@ class _BatchCheck:
         return [] if numbers[0] == _NEVER else numbers
 
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
-        """Raises, naming the rank and the first of its tp group."""
+        """Raises AgreementError: ``what`` is ``got`` on ``rank``, ``want`` on its group's first rank."""
         grid = next(inner_tensors(self.mesh.mesh))
         group = grid.movedim(self.axis, -1).reshape(-1, grid.shape[self.axis])
         first = int(group[(group == rank).any(dim=1)][0, 0])
@@ -203,7 +207,7 @@ class _BatchCheck:
 
 
 class _FirstCheck(_BatchCheck):
-    """Compares digests, and all values only where these differ."""
+    """A check that compares digests first, and values only where the digests differ."""
 
     more = "; or leave this check out: checks=Checks(same_batch=False)"
 
@@ -220,9 +224,9 @@ class _FirstCheck(_BatchCheck):
             super().compare(named)
 
     def digest(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Returns int64 (8): the number of tensors, hashes of their kinds and of the integers; then, as bits
-        of float64 and summed over the other tensors, the logarithm of the norm, and the products of the unit
-        vector with four vectors of signs."""
+        """Returns eight int64 numbers: the number of tensors; a hash of their dtypes and shapes; a hash of
+        the integer tensors' values; and, as bits of float64 and summed over the other tensors, the logarithm
+        of the norm and four products of the normalized tensor with fixed vectors of signs."""
         kinds = torch.cat([self.filled(0).view(1), *(self.kind(tensor) for tensor in tensors)])
         whole, scale = self.filled(0), self.filled(0).to(torch.float64)
         signed = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -246,18 +250,13 @@ class _FirstCheck(_BatchCheck):
 
 
 def check_whole(mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> None:
-    """Compares inputs over ``mesh``, the axis cp: they are whole sequences only if all ranks have the same.
-
-    Raises:
-        StateError: on every rank: the inputs differ.
-    """
-    if not dry_run.active() and (others() is not None or ranks_are_simulated()):
+    """Raises StateError on every rank of ``mesh``, the axis cp, if the ranks' inputs differ: then they are no
+    whole sequences."""
+    if others() is not None or ranks_are_simulated():
         _WholeCheck(mesh, 0).compare(_named_inputs(tuple(args), kwargs))
 
 
 class _WholeCheck(_FirstCheck):
-    """The check of what is taken for whole sequences."""
-
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
         raise StateError(
             "an evaluation without p3d.cp.shard_batch is one of whole sequences, and the ranks of cp were "
@@ -267,7 +266,7 @@ class _WholeCheck(_FirstCheck):
 
 
 class _FirstForward(_FirstCheck):
-    """The hook of ``check_first_batch``, which removes itself."""
+    """The forward pre-hook of ``check_first_batch``, which removes itself."""
 
     handle: RemovableHandle | None = None
 
@@ -277,7 +276,7 @@ class _FirstForward(_FirstCheck):
             return
         self.handle.remove()
         self.handle = None
-        if dry_run.active() or (others() is None and not ranks_are_simulated()):
+        if others() is None and not ranks_are_simulated():
             return
         # Some ranks may still have another model's, for which guards would raise.
         issuing.unit = ""
@@ -291,7 +290,8 @@ _PIECE = 1 << 20
 
 
 def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
-    """Returns a hash of int64 numbers and their places: a sum of products, which wraps around."""
+    """Returns a hash of the values of an int64 tensor and their positions, as an int64 scalar tensor.
+    ``salt``: a number that changes the hash, here the tensor's place among others."""
     total = flat.new_zeros(())
     for start, piece in enumerate(flat.split(_PIECE)):
         place = torch.arange(piece.numel(), device=flat.device) + start * _PIECE + 31 * salt + 1
@@ -300,7 +300,7 @@ def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
 
 
 def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the plain tensors in the inputs, with names for messages."""
+    """Returns (name for messages, tensor) of the plain tensors in a forward's arguments."""
     values = [(f"input {place}", value) for place, value in enumerate(args)]
     values += [(f"input {key!r}", kwargs[key]) for key in sorted(kwargs)]
     named = []
@@ -318,7 +318,8 @@ def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in float64 or int64, which all backends communicate and which compare exactly."""
+    """Returns the elements as a flat tensor of float64 or int64, dtypes that all backends communicate and
+    that hold values of the others exactly."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.float64 if tensor.is_floating_point() else torch.int64
@@ -326,8 +327,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements as int64, floating-point ones as the bits of float64. Numbers that compare equal
-    get the same bits, also 0.0 and -0.0, and so do all nans."""
+    """Returns the elements as a flat int64 tensor; for floating-point tensors the bits of their float64
+    values. Equal numbers get equal bits (0.0 and -0.0 too), and so do all nans."""
     flat = _flat(tensor)
     if flat.dtype == torch.int64:
         return flat
@@ -335,7 +336,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(bits: int, dtype: torch.dtype) -> object:
-    """Returns the number with these bits in the result of ``_bits`` for a tensor of ``dtype``."""
+    """Returns the number that ``_bits`` gave as ``bits`` for an element of ``dtype``."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
     if dtype == torch.uint64:

@@ -1,12 +1,13 @@
 """TorchStyle: one of torch's own ``ParallelStyle`` objects in a plan, beside ours.
 
-Its module computes with DTensors, as under torch's ``parallelize_module``. Parameters are made as for our
-styles, so they stay tied and frozen, and none is communicated; torch's style gives the module its hooks.
+Its module computes with DTensors, as under torch's ``parallelize_module``, whose hooks it gets. Its
+parameters are made as for our styles, not by torch: so they stay tied and frozen, and nothing is communicated
+for it.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class TorchStyle(Style):
         return rules
 
     def _split_dims(self, module: nn.Module) -> dict[str, int] | None:
-        """The dim along which each parameter is split, by name; None: the style doesn't change parameters."""
+        """Returns parameter's name -> dim that is split; None: the style doesn't change parameters."""
         if isinstance(self.style, SequenceParallel):
             return {}
         if not isinstance(self.style, (ColwiseParallel, RowwiseParallel)):
@@ -116,7 +117,7 @@ class TorchStyle(Style):
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
     def _watch_sequence(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        """Registers hooks, run before torch's, that check the length of a sequence of which it has parts."""
+        """Registers hooks, run before torch's, that check the length of a split sequence."""
         if (dim := self._sequence_dim) is not None:
             set_length = functools.partial(_set_length, sequence, axis.size, dim)
             module.register_forward_hook(set_length)
@@ -127,7 +128,7 @@ class TorchStyle(Style):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether its input is declared to be a part of the batch or the sequence."""
+        """Whether the style declares that its module's input is split over the batch or the sequence."""
         style = getattr(self.style, "prepare_module_input", self.style)
         if isinstance(style, SequenceParallel):
             return True
@@ -137,7 +138,7 @@ class TorchStyle(Style):
 
     @property
     def _sequence_dim(self) -> int | None:
-        """The dim of the sequence that the style splits in its output, if it does."""
+        """The sequence dim along which the style splits the module's output; None if it doesn't."""
         names = ("output_layouts", "desired_output_layouts")
         placements = [x for name in names for x in getattr(self.style, name, None) or ()]
         last = placements[-1] if placements else None
@@ -148,9 +149,8 @@ class TorchStyle(Style):
         return self._sequence_dim is not None
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
-        return StyleTraffic("torch's own", "forward", None), StyleTraffic(
-            "torch's own", "backward", None
-        )
+        phases: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+        return tuple(StyleTraffic("torch's own", phase, None) for phase in phases)
 
     @property
     def random_after(self) -> RandomLayout:
@@ -166,7 +166,7 @@ class TorchStyle(Style):
 
 
 def _check_length(sequence: SequenceLength, ranks: int, *_: Any) -> None:
-    """Raises for a sequence that torch's style would split, or has split, into unequal parts."""
+    """Raises StateError if a sequence has unequal parts, which torch's styles can't handle."""
     if sequence.length is not None and sequence.length % ranks:
         raise StateError(
             f"a sequence of {sequence.length} can't be shared equally by {ranks} tp ranks, and torch's "
@@ -177,7 +177,8 @@ def _check_length(sequence: SequenceLength, ranks: int, *_: Any) -> None:
 def _set_length(
     sequence: SequenceLength, ranks: int, dim: int, module: nn.Module, args: Any, output: Any
 ) -> None:
-    """Sets the length of the sequence that torch's style is about to split, which our styles read too."""
+    """Forward hook, run before torch's, that records the length of the sequence which torch's style is about
+    to split; our styles read it."""
     if isinstance(output, DTensor):
         sequence.length = output.shape[dim]
         _check_length(sequence, ranks)

@@ -56,7 +56,8 @@ CASES = [
 
 @cache
 def of_unit(case: Case, engine: str) -> Counter[str]:
-    """What a unit costs in a step, above the plain model, under ``ours`` or ``torch``.
+    """What a unit costs in a step, above the plain model, under ``ours``, that with ``static`` memory, or
+    ``torch``.
 
     It is the difference between models of four and of two units, so that the root's own share is out.
     """
@@ -69,9 +70,12 @@ def _of_model(case: Case, engine: str, depth: int) -> Counter[str]:
     def wrapped() -> nn.Module:
         mesh = p3d.build_mesh(p3d.MeshLayout(*case.mesh), device_type="cpu")
         wrap = getattr(
-            models, ("ours" if engine == "ours" else "torchs") + "_tp" * (case.mesh[2] > 1)
+            models, ("torchs" if engine == "torch" else "ours") + "_tp" * (case.mesh[2] > 1)
         )
-        return wrap(models.Stack(models.SmallBlock, depth, WIDTH), mesh, mixed=case.mixed)
+        made = wrap(models.Stack(models.SmallBlock, depth, WIDTH), mesh, mixed=case.mixed)
+        if engine == "static":
+            made.set_static_memory(True)
+        return made
 
     replicate, shard, tp = case.mesh
     with fake_world(0, replicate * shard * tp), warnings.catch_warnings():

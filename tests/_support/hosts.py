@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -65,14 +65,11 @@ class Host:
         """
         environment = os.environ | variables
         arguments = [*self._holder.entry, "env", f"--chdir={os.getcwd()}", *command]
-        if isinstance(output, Path):
-            with output.open("a") as file:
-                return subprocess.Popen(
-                    arguments, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment
-                )
-        return subprocess.Popen(
-            arguments, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        opened = output.open("a") if isinstance(output, Path) else nullcontext(output)
+        with opened as file:
+            return subprocess.Popen(
+                arguments, stdout=file, stderr=subprocess.STDOUT, text=True, env=environment
+            )
 
     def run(self, command: Sequence[str], timeout: float = 30) -> str:
         """What ``command`` prints on the host."""

@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
@@ -54,6 +56,13 @@ LM_PLAN = {
     "layers.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
+TORCHS_PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+"""The same for torch's ``parallelize_module``."""
 SEQUENCE_PLAN = {
     "embed": VocabParallel(output="sequence"),
     "layers.*.norm": SequenceParallel(),

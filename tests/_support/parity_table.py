@@ -116,17 +116,10 @@ def collect(*arguments: str) -> dict[str, MarkedTest]:
     """The tests as a pytest of their own collects, or runs, them."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "tests.json")
-        plugin = [
-            "-p",
-            "_support.parity_table",
-            "-p",
-            "no:cacheprovider",
-            "--tests-json",
-            str(target),
-        ]
+        options = "-p _support.parity_table -p no:cacheprovider --tests-json"
         paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *plugin, *arguments],
+            [sys.executable, "-m", "pytest", "-q", *options.split(), str(target), *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": paths},
             capture_output=True,

@@ -145,14 +145,8 @@ def test_the_same_bits_with_dropout(gloo_pool: Any, case: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("kind", ["selective", "offload"])
 def test_parity_with_the_plain_model(kind: str) -> None:
-    assert_parity(
-        Lm,
-        lambda index: tokens(index),
-        MeshLayout(1, 2, 2),
-        tp_plan=LM_PLAN,
-        loss=lm_loss,
-        activation_checkpointing=kind,
-    )
+    options = {"tp_plan": LM_PLAN, "loss": lm_loss, "activation_checkpointing": kind}
+    assert_parity(Lm, tokens, MeshLayout(1, 2, 2), **options)
 
 
 def test_the_vocabulary_parallel_loss_within_a_region() -> None:
@@ -186,24 +180,20 @@ def test_the_vocabulary_parallel_loss_within_a_region() -> None:
     assert all(map(torch.equal, *losses))
 
 
-class KeyValues(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Takes()])
-
-    def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
-        return self.layers[0](x, past_key_values=past_key_values)
-
-
-class Takes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Takes(nn.Linear):
     def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
         if past_key_values is not None:
             past_key_values.append(x)
-        return torch.tanh(self.linear(x))
+        return torch.tanh(super().forward(x))
+
+
+class KeyValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Takes(8, 8)])
+
+    def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
+        return self.layers[0](x, past_key_values=past_key_values)
 
 
 @pytest.mark.parametrize("kind", KINDS)

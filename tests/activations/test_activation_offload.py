@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel3d as p3d
 from parallel3d import ActivationOffload, MeshLayout, build_mesh, parallelize
 from parallel3d.activations import OffloadCounts, offload_counts
-from parallel3d.activations.offload import ATTRIBUTE
+from parallel3d.activations.offload import ALIGNMENT, ATTRIBUTE, HostPool, PoolPiece
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.testing import fake_world
 
@@ -39,9 +40,8 @@ class Dropping(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.qkv(self.norm(x) * self.scale.to(x.dtype)).unflatten(-1, (3, 2, -1)).unbind(2)
-        )
+        normed = self.norm(x) * self.scale.to(x.dtype)
+        q, k, v = self.qkv(normed).unflatten(-1, (3, 2, -1)).unbind(2)
         heads = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         return x + F.dropout(self.down(heads.transpose(1, 2).flatten(2)).relu_(), 0.2)
 
@@ -267,19 +267,15 @@ def test_a_copy_of_the_model_and_a_pickled_setting() -> None:
 
 
 def test_a_change_in_place_is_an_error_as_without() -> None:
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
+    class Changes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.exp(self.linear(x))
+            y = torch.exp(super().forward(x))
             y.add_(1)
             return y
 
     for settings in (ALL, ActivationOffload(pool_gib=0, min_kib=0)):
         with fake_world(0, 1):
-            model = nn.Sequential(nn.ModuleList([Changes(), Changes()]))
+            model = nn.Sequential(nn.ModuleList(Changes(16, 16) for _ in range(2)))
             mesh = build_mesh(MeshLayout(), device_type="cpu")
             parallelize(model, mesh, activation_checkpointing=settings)
             with pytest.raises(StateError, match="modified by an inplace operation"):
@@ -289,20 +285,16 @@ def test_a_change_in_place_is_an_error_as_without() -> None:
 def test_parts_of_a_storage_that_change_each_by_itself() -> None:
     """As in a GRU: tensors on one storage whose version counters are not shared, and count alike."""
 
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 32)
-
+    class Parts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            one, other = self.linear(x).unsafe_chunk(2, -1)
+            one, other = super().forward(x).unsafe_chunk(2, -1)
             return one.sigmoid_() * other.tanh_()
 
     found = []
     for kind in (False, ALL):
         with fake_world(0, 1):
             torch.manual_seed(0)
-            model = nn.Sequential(nn.ModuleList([Parts(), Parts()]))
+            model = nn.Sequential(nn.ModuleList(Parts(16, 32) for _ in range(2)))
             parallelize(
                 model, build_mesh(MeshLayout(), device_type="cpu"), activation_checkpointing=kind
             )
@@ -325,3 +317,53 @@ def test_counts_of_a_model_without_it() -> None:
 def test_settings_are_checked(name: str, value: Any) -> None:
     with pytest.raises(Parallel3dError, match=f"{name} is .*; it must be 0 or more"):
         ActivationOffload(**{name: value})
+
+
+# -- the pool ------------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_do_not_overlap_and_all_comes_back(seed: int) -> None:
+    draw = random.Random(seed)
+    pool = HostPool(64 * ALIGNMENT, CPU, pin=False)
+    held: list[PoolPiece] = []
+    refused = 0
+    for _ in range(400):
+        if held and draw.random() < 0.5:
+            held.pop(draw.randrange(len(held)))
+            continue
+        size = draw.randrange(1, 12 * ALIGNMENT)
+        piece = pool.take(size)
+        if piece is None:
+            refused += 1
+            continue
+        assert piece.size >= size and piece.start + piece.size <= pool.size
+        assert all(
+            piece.start + piece.size <= other.start or other.start + other.size <= piece.start
+            for other in held
+        )
+        held.append(piece)
+        del piece
+        assert pool.used == sum(each.size for each in held) <= pool.most_used
+    assert refused
+    held.clear()
+    whole = pool.take(pool.size)
+    assert whole is not None and pool.take(1) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
+def test_a_piece_holds_any_dtype(dtype: torch.dtype) -> None:
+    pool = HostPool(4096, CPU, pin=False)
+    first, second = pool.take(100), pool.take(100)
+    assert first is not None and second is not None
+    one, other = (each.tensor(6, dtype) for each in (first, second))
+    one.fill_(1)
+    other.fill_(0)
+    assert one.dtype == dtype and one.shape == (6,) and bool((one == 1).all())
+
+
+def test_a_pool_of_nothing_has_no_room() -> None:
+    assert HostPool(0, CPU, pin=False).take(1) is None

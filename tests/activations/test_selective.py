@@ -1,8 +1,8 @@
-"""Selective recomputation of plain modules: the same gradients, bit for bit, and errors where it can't be."""
+"""Recomputation of plain modules: the same gradients and buffers, bit for bit, and errors otherwise."""
 
 from __future__ import annotations
 
-import gc
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from _support.fsdp.lifetimes import collector_off
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+import parallel3d as p3d
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._util.forwards import wrap_forward
 from parallel3d._util.recompute import kept
-from parallel3d.activations.selective import keep_costly, partly_recomputed, recomputed
+from parallel3d.activations.selective import SMALL, keep_costly, partly_recomputed, recomputed
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.testing import fake_world
 
 Policy = Callable[..., Any]
 DIM = 16
@@ -148,28 +152,20 @@ def test_second_derivatives() -> None:
 
 
 def test_a_checkpoint_of_the_users_within() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(0.2)
-
+    class Inner(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + checkpoint(self.block, x * 2, use_reentrant=False)
+            return x + checkpoint(super().forward, x * 2, use_reentrant=False)
 
-    check_same(lambda wrap: wrap(Inner()), keep_costly)
+    check_same(lambda wrap: wrap(Inner(0.2)), keep_costly)
 
 
 def test_a_region_within_another() -> None:
     """The inner one's collectives are not issued again where the outer one is recomputed."""
     issued = []
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(DIM, DIM)
-
+    class Inner(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(_Sent.apply(torch.sin(self.linear(x)), issued))
+            return torch.tanh(_Sent.apply(torch.sin(super().forward(x)), issued))
 
     def run(model: nn.Module) -> list[torch.Tensor]:
         issued.clear()
@@ -178,7 +174,9 @@ def test_a_region_within_another() -> None:
         return found
 
     check_same(
-        lambda wrap: wrap(nn.Sequential(nn.Linear(DIM, DIM), wrap(Inner()))), keep_costly, run=run
+        lambda wrap: wrap(nn.Sequential(nn.Linear(DIM, DIM), wrap(Inner(DIM, DIM)))),
+        keep_costly,
+        run=run,
     )
 
 
@@ -229,44 +227,36 @@ def test_everything_is_freed_with_the_graph() -> None:
                 alive.append(weakref.ref(out.untyped_storage()))
             return out
 
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         with Note():
             loss = model(torch.randn(2, 6, DIM)).sum()
         assert sum(ref() is not None for ref in alive) >= 4
         loss.backward()
         del loss
         assert not any(ref() is not None for ref in alive)
-    finally:
-        gc.enable()
 
 
 # ---- errors ----
 
 
 def test_another_way_in_the_recomputation_is_an_error() -> None:
-    class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(DIM, DIM), 0
+    class Fickle(nn.Linear):
+        calls = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             for _ in range(self.calls):
-                x = self.linear(x)
+                x = super().forward(x)
             return torch.sin(torch.sin(torch.sin(x)))
 
-    out = wrapped(Fickle())(torch.randn(2, DIM))  # and the recomputation calls the linear twice
+    out = wrapped(Fickle(DIM, DIM))(torch.randn(2, DIM))  # then the linear is called twice
     with pytest.raises(StateError, match=r"differs from its forward: aten\.addmm.* 2 times, not 1"):
         out.sum().backward()
 
 
 def test_other_collectives_in_the_recomputation_are_an_error() -> None:
     class Fickle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.name = "gather"
+        name = "gather"
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -281,16 +271,12 @@ def test_other_collectives_in_the_recomputation_are_an_error() -> None:
 
 
 def test_what_is_changed_after_the_block_is_an_error() -> None:
-    class Ends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(DIM, DIM)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.linear(x)
+    class Ends(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            y = super().forward(x)
             return y, torch.sin(y)
 
-    y, sine = wrapped(Ends())(torch.randn(2, DIM))
+    y, sine = wrapped(Ends(DIM, DIM))(torch.randn(2, DIM))
     with torch.no_grad():
         y.add_(1)
     with pytest.raises(
@@ -301,49 +287,36 @@ def test_what_is_changed_after_the_block_is_an_error() -> None:
 
 @pytest.mark.parametrize("policy", [None, keep_costly])
 def test_a_block_that_changes_what_it_has_saved_is_an_error(policy: Policy | None) -> None:
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(DIM, DIM)
-
+    class Changes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.exp(self.linear(x))
+            y = torch.exp(super().forward(x))
             y.add_(1)
             return torch.tanh(y)
 
-    model = Changes()
-    wrap_forward(
-        model, recomputed if policy is None else partly_recomputed(policy), ("test", policy)
-    )
+    model = Changes(DIM, DIM)
+    wrapper = recomputed if policy is None else partly_recomputed(policy)
+    wrap_forward(model, wrapper, ("test", policy))
     with pytest.raises(StateError, match=r"\(2, 16\) torch.float32, is modified by an inplace"):
         model(torch.randn(2, DIM)).sum().backward()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_backward_within_the_forward(policy: str) -> None:
-    class Slope(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(DIM, DIM)
-
+    class Slope(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             at = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).sum(), at)
-            return torch.sin(self.linear(x)) * slope
+            (slope,) = torch.autograd.grad(torch.tanh(super().forward(at)).sum(), at)
+            return torch.sin(super().forward(x)) * slope
 
-    check_same(lambda wrap: wrap(Slope()), POLICIES[policy])
+    check_same(lambda wrap: wrap(Slope(DIM, DIM)), POLICIES[policy])
 
 
-class AddsInPlace(nn.Module):
+class AddsInPlace(nn.Linear):
     """Takes its input by keyword, in a tuple or in a dict, and adds to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
 
     def forward(self, x: Any) -> torch.Tensor:
         x = x["x"] if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x
-        x += torch.tanh(self.linear(x * 2))
+        x += torch.tanh(super().forward(x * 2))
         return x
 
 
@@ -351,7 +324,7 @@ class AddsInPlace(nn.Module):
 @pytest.mark.parametrize("how", ["positional", "keyword", "tuple", "dict"])
 def test_an_input_that_the_block_changes_is_an_error(how: str, policy: Policy | None) -> None:
     """Recomputed from the changed input, gradients would be other ones."""
-    model = AddsInPlace()
+    model = AddsInPlace(DIM, DIM)
     wrapper = recomputed if policy is None else partly_recomputed(policy)
     wrap_forward(model, wrapper, ("test", policy, how))
     x = torch.randn(2, DIM, requires_grad=True) * 1
@@ -369,7 +342,7 @@ def test_random_state_of_the_device_of_a_keyword_tensor(monkeypatch: pytest.Monk
         "torch.utils.checkpoint._infer_device_type",
         lambda *args: (seen.append(args), real(*args))[1],
     )
-    model, x = AddsInPlace(), torch.randn(2, DIM)
+    model, x = AddsInPlace(DIM, DIM), torch.randn(2, DIM)
     wrap_forward(model, recomputed, ("test", "device"))
     model(x={"x": x})
     assert any(each is x for each in seen[0])
@@ -420,3 +393,230 @@ def test_hooks_of_one_forward_are_there_in_its_recomputation(kind: str, before: 
         return [p.grad for p in model.parameters()]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+# -- blocks whose forward changes buffers --------------------------------------------------------------
+
+
+WIDTH = 6
+
+
+def keep_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Copies too: those that are made of buffers are no operations of the block."""
+    return CheckpointPolicy.MUST_SAVE
+
+
+WRAPPERS = {
+    "full": recomputed,
+    "selective": partly_recomputed(keep_costly),
+    "policy": partly_recomputed(keep_all),
+}
+
+
+class Normed(nn.Module):
+    """Statistics that torch updates without a change of their version counters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).tanh()
+
+
+class Spectral(nn.Module):
+    """The weight depends on buffers that each forward improves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+class Codebook(nn.Module):
+    """Reads a buffer, then changes it in place; ``size`` rows."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.linspace(-1, 1, size * WIDTH).view(size, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * (1 + self.codes.clone()[:3].sum())
+        self.update(y.detach())
+        return y
+
+    def update(self, y: torch.Tensor) -> None:
+        self.codes.mul_(0.9).add_(0.1 * y.mean(0))
+
+
+class Assigned(Codebook):
+    """The buffer becomes another tensor."""
+
+    def update(self, y: torch.Tensor) -> None:
+        self.codes = 0.9 * self.codes + 0.1 * y.mean(0)
+
+
+class Counting(Codebook):
+    """Two modules share a buffer that counts, and it says how far the codes move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.linear.register_buffer("count", self.count)
+
+    def update(self, y: torch.Tensor) -> None:
+        self.linear.count += 1
+        self.codes.lerp_(y.mean(0).expand_as(self.codes), 1 / float(self.count + 1))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": Normed,
+    "cumulative batch norm": lambda: Normed(momentum=None),
+    "spectral norm": Spectral,
+    "codes": Codebook,
+    "large codes": lambda: Codebook(SMALL // WIDTH),
+    "assigned": Assigned,
+    "shared": Counting,
+}
+
+
+def pair(block: Callable[[], nn.Module], how: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(block(), block()).double()
+    model = copy.deepcopy(plain)
+    for each in model:
+        wrap_forward(each, WRAPPERS[how], how)
+    return plain, model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for (name, got), want in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(got, want), name
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad), name
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_steps(block: str, how: str) -> None:
+    plain, model = pair(BLOCKS[block], how)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            each(batch(step)).square().mean().backward()
+            optimizer.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_two_forwards_before_their_backwards(block: str) -> None:
+    """Each recomputation starts from what its own forward has seen; the first backward comes twice."""
+    plain, model = pair(BLOCKS[block], "full")
+    for each in (plain, model):
+        losses = [each(batch(step)).square().mean() for step in range(2)]
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+        losses[0].backward()
+        each.eval()
+        each(batch(2)).sum().backward()
+    assert_same(model, plain)
+
+
+def test_statistics_that_are_frozen_at_first() -> None:
+    plain, model = pair(Normed, "full")
+    for each in (plain, model):
+        for step in range(4):
+            each.train(step % 2 == 1)
+            each(batch(step)).square().mean().backward()
+    assert_same(model, plain)
+
+
+def test_an_exception_in_the_recomputation_leaves_the_buffers() -> None:
+    _, model = pair(Counting, "full")
+    loss = model(batch(0)).sum()
+    before = [buffer.clone() for buffer in model.buffers()]
+
+    def broken(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = model[1].linear.register_forward_hook(broken)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    assert all(map(torch.equal, model.buffers(), before))
+
+
+class Seldom(Codebook):
+    def update(self, y: torch.Tensor) -> None:
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == 3:
+            super().update(y)
+
+
+def test_a_large_buffer_that_is_changed_late() -> None:
+    """There is no copy of it: an error, not other gradients."""
+    block = Seldom(SMALL // WIDTH)
+    wrap_forward(block, recomputed, "full")
+    for _ in range(3):
+        loss = block(torch.ones(4, WIDTH)).sum()
+    with pytest.raises(
+        StateError, match=r"buffer codes of a Seldom.*activation_checkpointing=False"
+    ):
+        loss.backward()
+
+
+def test_blocks_without_buffers_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("parallel3d.activations.selective.Buffers", made)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    wrap_forward(block, recomputed, "full")
+    block(torch.ones(2, WIDTH)).sum().backward()
+
+
+KINDS = {"full": True, "selective": "selective", "offload": "offload", "policy": keep_all}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_of_parallel_models(kind: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Normed(), Spectral(), Codebook())
+    model = copy.deepcopy(plain)
+    with fake_world(0, 1):  # simulated ranks would share the buffers
+        mesh = p3d.build_mesh(p3d.MeshLayout(), device_type="cpu")
+        p3d.parallelize(model, mesh, units=["*"], activation_checkpointing=kind)
+        for each in (plain, model):
+            for step in range(2):
+                each(batch(step).float()).square().mean().backward()
+        for got, want in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(got, want)
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def test_cast_buffers() -> None:
+    """The statistics of a unit with ``buffer_dtype`` are those without recomputation."""
+    found = []
+    for kind in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Normed(), Codebook())
+        with fake_world(0, 1):
+            mesh = p3d.build_mesh(p3d.MeshLayout(), device_type="cpu")
+            policy = p3d.MixedPrecisionPolicy(buffer_dtype=torch.bfloat16)
+            p3d.parallelize(
+                model, mesh, units=["*"], activation_checkpointing=kind, mp_policy=policy
+            )
+            for step in range(3):
+                model(batch(step).float()).square().mean().backward()
+            found.append([buffer.clone() for buffer in model.buffers()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -9,26 +9,22 @@ from _support.cp.reference import (
     CASES,
     TOLERANCE,
     Case,
+    axis_of,
     check,
     check_on_processes,
     inputs,
     part_of,
     sample,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.cp import CpAxis, Sequence, attention, blocks, partial
+from parallel3d.cp import CpAxis, Sequence, attention, blocks
 from parallel3d.errors import PlanError
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
 KINDS = ("ulysses", "gather", "ring")
-
-
-def axis_of(cp: int) -> CpAxis:
-    return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +71,7 @@ def test_one_rank_communicates_nothing(name: str) -> None:
 )
 def test_equal_in_small_blocks(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As sequences are computed that are too long for their scores to be in memory."""
-    monkeypatch.setattr(partial, "ELEMENTS", 40)
+    monkeypatch.setattr(blocks, "ELEMENTS", 40)
     monkeypatch.setattr(blocks, "QUERIES", 3)
     check(local_world, 2, name, kind, True)
 

@@ -13,6 +13,9 @@ import parallel3d as p3d
 from parallel3d.cp.model import ContextParallel, plan_cp
 from parallel3d.errors import PlanError, StateError
 
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48}
+SIZES |= {"num_attention_heads": 4, "num_hidden_layers": 1}
+
 
 def parallel_and_batch(world, build, length=16):
     with world.paused():
@@ -40,11 +43,9 @@ def test_transformers_would_make_positions_and_labels_of_a_part(world) -> None:
 @pytest.mark.ci
 def test_transformers_options_of_the_call(world) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
 
     def build():
-        config = transformers.MixtralConfig(**sizes, num_local_experts=4)
+        config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
         config._experts_implementation = "eager"
         return transformers.MixtralForCausalLM(config).train()
 
@@ -59,11 +60,10 @@ def test_transformers_options_of_the_call(world) -> None:
 @pytest.mark.ci
 def test_transformers_loss_that_is_a_mean_over_a_part(world) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48}
-    sizes |= {"num_attention_heads": 4, "num_hidden_layers": 1, "num_labels": VOCABULARY}
 
     def build():
-        return transformers.LlamaForTokenClassification(transformers.LlamaConfig(**sizes)).train()
+        config = transformers.LlamaConfig(**SIZES, num_labels=VOCABULARY)
+        return transformers.LlamaForTokenClassification(config).train()
 
     parallel, cut = parallel_and_batch(world, build)
     names = ("input_ids", "position_ids", "attention_mask")
@@ -111,36 +111,29 @@ def test_a_call_without_what_the_example_has(world) -> None:
         parallel(*cut, last=True)
 
 
-class Other(Block):
+class Recomputed(Block):
     """Attention as ``attend`` gives it."""
 
-    scale = 0.5
+    reentrant: bool | None = None
 
     def attend(self, x):
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def forward(self, x):
-        return x + self.attend(x)
-
-
-class Recomputed(Other):
-    scale = 0.5
-    reentrant: bool | None = None
-
-    def forward(self, x):
         if self.reentrant is None:
-            return super().forward(x)
+            return x + self.attend(x)
         return x + checkpoint(self.attend, x, use_reentrant=self.reentrant)
 
 
-def with_blocks(kind: type[nn.Module]) -> Lm:
+def recomputed(reentrant: bool | None) -> Lm:
     model = Lm()
-    model.layers = nn.ModuleList([kind(HIDDEN, 4)])
+    model.layers = nn.ModuleList([Recomputed(HIDDEN, 4)])
+    model.layers[0].reentrant = reentrant
     return model
 
 
@@ -148,14 +141,13 @@ def with_blocks(kind: type[nn.Module]) -> Lm:
 def test_a_function_with_attention_is_recomputed(world, reentrant) -> None:
     """Its recomputation would attend to this rank's part; also where it is switched on later."""
     with world.paused():
-        model = with_blocks(Recomputed)
+        model = recomputed(None)
         ids = torch.ones(2, 8, dtype=torch.int64)
     parallel = p3d.parallelize(model, world.mesh)
     parallel.layers[0].reentrant = reentrant
     with pytest.raises(PlanError, match=r"'layers.0' gives torch.utils.checkpoint a function"):
         parallel(p3d.cp.shard_batch(ids, world.mesh))
     with world.paused():
-        model = with_blocks(Recomputed)
-        model.layers[0].reentrant = reentrant
+        model = recomputed(reentrant)
     with pytest.raises(PlanError, match="checkpoint modules instead"):
         plan_cp(model, ContextParallel())

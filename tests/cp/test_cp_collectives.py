@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from _support.cp.reference import axis_of, sample
+from _support.tp.tp_world import RealWorld
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.cp import CpAxis, Sequence
 from parallel3d.cp.choose import share_heads
@@ -15,14 +16,6 @@ from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
 LENGTH = 12
-
-
-def sample(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def axis_of(cp: int) -> CpAxis:
-    return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
 
 
 def layout(cp: int, heads: int, kv_heads: int, sequence: Sequence) -> HeadLayout:
@@ -119,8 +112,6 @@ def check_ring(world: Any, cp: int) -> None:
 
 
 def check_ring_on_processes(cp: int) -> None:
-    from _support.cp.reference import RealWorld
-
     check_ring(RealWorld(), cp)
 
 

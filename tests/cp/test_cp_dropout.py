@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from _support.cp.reference import RealWorld, joined, part_of, sample
+from _support.cp.reference import axis_of, joined, part_of, sample
+from _support.tp.tp_world import RealWorld
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from parallel3d._torch.simulated import for_each_rank
-from parallel3d.cp import CpAxis, Sequence, attention
-from parallel3d.cp.partial import blocks_of
-from parallel3d.cp.rules import Rules
+from parallel3d.cp import Sequence, attention
+from parallel3d.cp.blocks import Rules, blocks_of
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
@@ -40,7 +39,7 @@ def drawn(kind: str, sequence: Sequence) -> Tensor:
 
 
 def check_exact(kind: Any) -> None:
-    world, axis = RealWorld(), CpAxis(init_device_mesh("cpu", (CP,), mesh_dim_names=("cp",)))
+    world, axis = RealWorld(), axis_of(CP)
     sequence = Sequence(LENGTH, CP, True)
     wholes = [sample(1, HEADS, LENGTH, 4, seed=n).requires_grad_() for n in range(3)]
     q, k, v = wholes
@@ -67,7 +66,7 @@ def check_exact(kind: Any) -> None:
 
 def check_average(kind: Any, options: dict[str, Any]) -> None:
     """Of values that are all 1, with equal scores: each output is a binomial, divided."""
-    axis = CpAxis(init_device_mesh("cpu", (CP,), mesh_dim_names=("cp",)))
+    axis = axis_of(CP)
     batch, length = 512, 8
     sequence = Sequence(length, CP, True)
     shape = (batch, HEADS, sequence.rows, 4)
@@ -101,7 +100,7 @@ def test_simulated_ranks_draw_as_their_seeds_say(kind: Any) -> None:
     found = []
     for seeds in ((3, 3), (3, 4), (3, 4)):
         with local_world(CP) as world:
-            axis = CpAxis(init_device_mesh("cpu", (CP,), mesh_dim_names=("cp",)))
+            axis = axis_of(CP)
             for_each_rank(
                 lambda rank, seeds=seeds: torch.default_generator.manual_seed(seeds[rank])
             )

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from _support.cp.reference import axis_of
 
-from parallel3d.cp import CpAxis, Sequence
+from parallel3d.cp import Sequence
 from parallel3d.errors import Parallel3dError, WrongTypeError
 from parallel3d.testing.worlds import fake_world, local_world
-
-
-def mesh(cp: int):
-    return init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -21,7 +17,7 @@ def test_ranks_hold_the_whole(length: int, size: int, balanced: bool) -> None:
     assert 0 <= sequence.padded - length < sequence.chunks
     x = torch.arange(2 * length, dtype=torch.float64).view(2, length)
     with local_world(size) as world:
-        axis = CpAxis(mesh(size))
+        axis = axis_of(size)
         parts = world.per_rank(sequence.cut(x, 1, axis, fill=-1))
         at = world.per_rank(sequence.positions(axis))
     padded = sequence.pad(x, 1, -1)
@@ -44,7 +40,7 @@ def test_head_and_tail() -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_of_many(rank: int) -> None:
     with fake_world(rank, 4):
-        axis = CpAxis(mesh(4))
+        axis = axis_of(4)
         at = Sequence(16, 4, True).positions(axis).tolist()
     assert at == [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
 
@@ -52,7 +48,7 @@ def test_a_rank_of_many(rank: int) -> None:
 def test_the_gradient_of_a_cut() -> None:
     with local_world(2) as world:
         x = world.map(lambda rank: torch.ones(1, 6)).requires_grad_()
-        part = Sequence(6, 2, True).cut(x, 1, CpAxis(mesh(2)))
+        part = Sequence(6, 2, True).cut(x, 1, axis_of(2))
         part.sum().backward()
         grads = world.per_rank(x.grad)
     assert grads[0].tolist() == [[1, 1, 0, 0, 0, 0]]  # the tail is padding

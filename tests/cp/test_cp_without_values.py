@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from _support.cp.reference import axis_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d.cp import CpAxis, Sequence, attention
+from parallel3d.cp import Sequence, attention
 from parallel3d.errors import Parallel3dError, PlanError, WrongTypeError
 from parallel3d.testing.worlds import fake_world
 
@@ -18,10 +18,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"dropout_p": 0.1},
     {"mask_function": lambda b, h, q, k: q >= k},
 ]
-
-
-def axis_of(cp: int) -> CpAxis:
-    return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))

@@ -13,9 +13,11 @@ from _support.docs.doc_pages import PAGES, ROOT, Command, commands, sections
 
 from parallel3d.tools.cli import main
 
+pytestmark = pytest.mark.ci
+
 ELSEWHERE = {
     "pip install -c constraints.txt -e '.[cli]' "
-    "&& parallel3d demo": "tests/tools/launch/test_run_locally.py: demo",
+    "&& parallel3d demo": "tests/tools/launch/test_run_and_demo.py: demo",
     "torchrun --nproc-per-node 8 examples/llama/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "

@@ -9,6 +9,8 @@ from _support.docs.doc_runner import execute, run_here
 
 from parallel3d.testing import GlooPool
 
+pytestmark = pytest.mark.ci
+
 SECTIONS = [section for page in PAGES for section in sections(page)]
 HERE = [section for section in SECTIONS if section.world != "gloo"]
 ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]

@@ -3,7 +3,17 @@
 import re
 
 import pytest
-from _support.ep.around import USES, balanced, compiled, in_sequence, muon, odd_room, refused
+from _support.ep.around import (
+    USES,
+    balanced,
+    compiled,
+    in_sequence,
+    muon,
+    odd_room,
+    other_dtype,
+    refused,
+    second_derivative,
+)
 
 from parallel3d import MeshLayout
 
@@ -62,6 +72,13 @@ def test_biases_that_are_parameters(gloo_pool) -> None:
     assert any(bias != 0 for layer in found[0] for bias in layer)
 
 
+@pytest.mark.parametrize("layout", MESHES[1:3], ids=str)
+def test_ranks_whose_experts_get_no_token(gloo_pool, layout) -> None:
+    """They take part as the others do: in outputs of another dtype, in a second derivative."""
+    gloo_pool.run(other_dtype, layout, world_size=4)
+    gloo_pool.run(second_derivative, layout, world_size=4, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -70,6 +87,11 @@ def test_biases_that_are_parameters(gloo_pool) -> None:
         ("comm hook", "which holds experts, are a sum over ep.*Register it for other units"),
         ("Muon", r"three dims.*a parameter has the shape \(8,\).*such as AdamW"),
         ("fsdp", "fsdp is False, but the mesh has 4 data ranks"),
+        (
+            "buffer",
+            r"layers\.1\.experts\.scale is a buffer with an entry for each expert.*requires_grad=False",
+        ),
+        ("root", "Looped itself holds the experts; give parallelize the module around it"),
     ],
 )
 def test_refused(gloo_pool, what, said) -> None:

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from _support.ep.models import Batched, Mixture, Transposed, batch, loss
+from _support.ep.models import Batched, MixedHead, Mixture, Transposed, batch, loss
 
 from parallel3d import Checks, MeshLayout, Sharding, ep
 from parallel3d.errors import MeshError, PlanError
@@ -61,6 +61,11 @@ def test_as_the_plain_model(kind, layout) -> None:
 )
 def test_routing(build) -> None:
     assert parity(build, layout={"shard": 4, "ep": 4}).grads["float64"] < 1e-12
+
+
+def test_experts_in_the_root() -> None:
+    found = parity(MixedHead, layout={"shard": 4, "ep": 2}, steps=2, fp32=False)
+    assert found.grads["float64"] < 1e-12
 
 
 @pytest.mark.ci
@@ -148,5 +153,5 @@ def test_a_call_of_its_own() -> None:
     rules = {"layers.*.experts": ep.Experts(call=Batched.forward)}
     build = functools.partial(Mixture, Counting)
     layout = MeshLayout(shard=4, ep=2)
-    found = assert_parity(build, batch, layout, loss=loss, tp_plan=rules)
+    found = assert_parity(build, batch, layout, loss=loss, tp_plan=rules, steps=2, fp32=False)
     assert found.grads["float64"] < 1e-12

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel3d.ep.division import Division, capacities, rows_a_pair
-from parallel3d.ep.routes import destinations, routes
+from parallel3d.ep.exchange import destinations, routes
 
 
 def drawn(tokens: int, experts: int, top_k: int) -> torch.Tensor:

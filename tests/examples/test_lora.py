@@ -97,7 +97,3 @@ def test_trains_as_plain_peft(gloo_pool: GlooPool, tmp_path: Path, source: str) 
         arguments += ["--adapters", str(tmp_path / "adapters"), "--out", "more"]
         again = gloo_pool.run(program, str(tmp_path), *arguments, world_size=4)
         assert numbers(again[0])[0] < numbers(printed[0])[0] and "wrote more" in again[0]
-
-
-def test_is_short() -> None:
-    assert EXAMPLE.read_text().count("\n") <= 120

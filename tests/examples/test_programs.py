@@ -1,5 +1,6 @@
 """Short programs of examples/: each prints what it shows at its top, and goes on where it was stopped."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support.docs.notebook import NOTEBOOK, kept, run
 from _support.examples import EXAMPLES, MOST_LINES, ROOT, printed, shown
 
 FINETUNE, PRETRAIN = EXAMPLES / "finetune_hf.py", EXAMPLES / "slurm" / "pretrain.py"
@@ -90,6 +92,35 @@ def test_moe(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3_moe")
     ids = torch.arange(65)[None]
     assert model(input_ids=ids, labels=ids).loss < 0.67  # that of the last step, and less
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gloo")
+def test_weights_to_inference(tmp_path: Path) -> None:
+    """Its engine gets the model that save_hf writes."""
+    pytest.importorskip("transformers")
+    path = EXAMPLES / "weights_to_inference.py"
+    document = path.read_text().split("and prints\n\n")[1].split("\n\n")[0]
+    said = [line.strip() for line in document.splitlines()]
+    for line, found in zip(said, printed(shown(path)[0], tmp_path), strict=True):
+        assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), found), (line, found)
+    assert said[-1] == "save_hf and from_pretrained: the same"
+
+
+def test_readme_shows_minimal() -> None:
+    """README's block, which the tests run on eight gloo processes, is the file."""
+    path, readme = EXAMPLES / "minimal.py", (ROOT / "README.md").read_text()
+    program = path.read_text().partition('"""\n\n')[2]
+    assert f"```python\n{program}```" in readme
+    assert program.count("\n") <= 40
+    words, lines = shown(path)
+    assert f"`{' '.join(words)}` prints" in readme and "```text\n" + "\n".join(lines) in readme
+
+
+@pytest.mark.slow
+def test_notebook_prints_what_it_shows() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert run(cells) == kept(cells), "run python tests/_support/docs/notebook.py"
 
 
 STUBS = {

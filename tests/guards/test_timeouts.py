@@ -1,5 +1,6 @@
 """Timeouts per phase, and phases in what is reported."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -103,3 +104,10 @@ def test_nothing_happens_without_other_ranks() -> None:
         assert main() == 3
     with pytest.raises(KeyError), guards.watch():
         raise KeyError
+
+
+def test_a_stack_with_code_of_no_module() -> None:
+    """As the forward of a GraphModule, or what ``exec`` runs in a dict."""
+    names = {"stack": lambda: timeouts.stack_of(threading.get_ident())}
+    exec("def run(): return stack()", names)  # which has __builtins__, and no __name__
+    assert "<string>:1 run" in names["run"]()

@@ -4,6 +4,7 @@ plain model does. A sample in the ordinary run; ``-m full`` runs all, on all mes
 ``python tests/_support/hf/families_table.py`` makes the same runs and writes ``docs/families.md``.
 """
 
+import functools
 import re
 from math import prod
 from pathlib import Path
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.ci
 
 PARTS = 14  # of the full run
 
-# Kinds that differ most, and what each has that others don't; test_hf_uneven_heads.py and
-# test_hf_loss_parallel_families.py have some more, -m full all.
+# Kinds that differ most, and what each has that others don't; test_hf_uneven_heads.py has some more, -m full
+# all.
 SAMPLE = [
     ("llama", "odd"),  # one key-value head, 67 ids, tied
     ("apertus", "base"),  # an activation with parameters
@@ -34,12 +35,23 @@ SAMPLE_ON_FOUR = [
 ]
 
 
-def run(gloo_pool, cases, plan="auto", timeout=300.0):
-    """The cases' outcomes; all on meshes of one size."""
-    from _support.hf.side_by_side_hf import compare_cases, merged
+def run(gloo_pool, cases, plan="auto", **options):
+    """The cases' outcomes; all on meshes of one size. ``options``: of ``parallelize``."""
+    from _support.hf.side_by_side_hf import merged
 
     (size,) = {prod(sizes[:4]) for _, _, sizes in cases}  # a fifth is ep's, a view of these
-    return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
+    found = gloo_pool.run(compare_with, options, cases, plan, world_size=size, timeout=900.0)
+    return merged(found)
+
+
+def compare_with(options, cases, plan):
+    """Runs on every rank."""
+    from _support.hf import side_by_side_hf
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = side_by_side_hf.parallelize
+        patch.setattr(side_by_side_hf, "parallelize", functools.partial(plain, **options))
+        return side_by_side_hf.compare_cases(cases, plan)
 
 
 @pytest.mark.slow
@@ -160,60 +172,82 @@ def test_families_with_expert_parallelism(gloo_pool) -> None:
         assert refused_families("refused_ep.txt").get(case[0], "") in outcome.note
 
 
+def check_all(gloo_pool, cases, file: str) -> None:
+    """Equal, or refused with the reason that ``file`` has of the family."""
+    from _support.hf.side_by_side_hf import refused_families
+    from _support.hf.tiny import families
+
+    refused = refused_families(file)
+    assert refused.keys() <= set(families())
+    wrong = []
+    for size in {prod(sizes[:4]) for _, _, sizes in cases}:
+        of_size = [case for case in cases if prod(case[2][:4]) == size]
+        for case, outcome in zip(of_size, run(gloo_pool, of_size), strict=True):
+            verdict = "refused" if case[0] in refused else "equal"
+            if outcome.verdict != verdict or refused.get(case[0], "") not in outcome.note:
+                wrong.append(f"{case}: {outcome.verdict}, {outcome.note}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family_with_expert_parallelism(gloo_pool, part: int) -> None:
-    """Equal on all meshes, or refused and in ``refused_ep.txt``."""
-    from _support.hf.side_by_side_hf import ep_cases, refused_families
+    from _support.hf.side_by_side_hf import ep_cases
     from _support.hf.tiny import families, is_moe
 
-    refused = refused_families("refused_ep.txt")
-    names = [name for name in families() if is_moe(name)]
-    assert refused.keys() <= set(names)
-    cases = [case for name in names[part::PARTS] for case in ep_cases(name)]
-    wrong = []
-    for case, outcome in zip(cases, run(gloo_pool, cases), strict=True):
-        verdict = "refused" if case[0] in refused else "equal"
-        if outcome.verdict != verdict or refused.get(case[0], "") not in outcome.note:
-            wrong.append(f"{case}: {outcome.verdict}, {outcome.note}")
-    assert not wrong, "\n".join(wrong)
+    names = [name for name in families() if is_moe(name)][part::PARTS]
+    check_all(gloo_pool, [case for name in names for case in ep_cases(name)], "refused_ep.txt")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family_with_context_parallelism(gloo_pool, part: int) -> None:
-    """Equal, or refused and in ``refused_cp.txt``."""
-    from _support.hf.side_by_side_hf import CP_CASE, refused_families
+    from _support.hf.side_by_side_hf import CP_CASE
     from _support.hf.tiny import families
 
-    refused = refused_families("refused_cp.txt")
-    assert refused.keys() <= set(families())
-    names = families()[part::PARTS]
-    wrong = []
-    for name, outcome in zip(names, run(gloo_pool, [(n, *CP_CASE) for n in names]), strict=True):
-        verdict = "refused" if name in refused else "equal"
-        if outcome.verdict != verdict or refused.get(name, "") not in outcome.note:
-            wrong.append(f"{name}: {outcome.verdict}, {outcome.note}")
-    assert not wrong, "\n".join(wrong)
+    check_all(gloo_pool, [(name, *CP_CASE) for name in families()[part::PARTS]], "refused_cp.txt")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family(gloo_pool, part: int) -> None:
-    """Equal in both variants and on all meshes, or refused and in ``refused.txt``."""
-    from _support.hf.side_by_side_hf import CASES, refused_families
+    """In both variants and on all meshes."""
+    from _support.hf.side_by_side_hf import CASES
     from _support.hf.tiny import families
 
-    refused = refused_families()
-    assert refused.keys() <= set(families())
     names = families()[part::PARTS]
     for name in names:
         check_all_trains(name)
-    cases = [(name, *case) for case in CASES for name in names]
-    two, four = ([c for c in cases if prod(c[2]) == size] for size in (2, 4))
-    wrong = []
-    for case, outcome in zip(two + four, run(gloo_pool, two) + run(gloo_pool, four), strict=True):
-        verdict, note = ("refused", refused[case[0]]) if case[0] in refused else ("equal", "")
-        if outcome.verdict != verdict or not outcome.note.startswith(note):
-            wrong.append(f"{case}: {outcome.verdict}, {outcome.note}")
+    check_all(gloo_pool, [(name, *case) for case in CASES for name in names], "refused.txt")
+
+
+NO_SPLIT_HEAD = {"inkling_text", "inkling2_text", "nemotron_h"}
+"""Their plans split the head's input, or nothing."""
+
+
+def check_loss_parallel(gloo_pool, names, mode) -> None:
+    """What each family does to its logits before its loss."""
+    from _support.hf.side_by_side_hf import refused_families
+
+    cases = [(name, "odd", (1, 1, 2)) for name in names if name not in refused_families()]
+    outcomes = run(gloo_pool, cases, loss_parallel=mode)
+    wrong = [
+        f"{name}: {outcome.verdict}, {outcome.note}"
+        for (name, _, _), outcome in zip(cases, outcomes, strict=True)
+        if outcome.verdict != ("refused" if name in NO_SPLIT_HEAD else "equal")
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_logits_that_are_scaled_and_capped(gloo_pool) -> None:
+    check_loss_parallel(gloo_pool, ["cohere", "gemma2"], "chunked")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [True, "chunked"])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_with_loss_parallel(gloo_pool, part, mode) -> None:
+    from _support.hf.tiny import families
+
+    check_loss_parallel(gloo_pool, families()[part::PARTS], mode)

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support.checkpoint import dcp_models
-from _support.checkpoint.dcp_models import adamw, loss_of, ours, plain, theirs
+from _support.checkpoint.dcp_models import (
+    adamw,
+    as_they_lie,
+    everything,
+    loss_of,
+    ours,
+    plain,
+    scramble,
+    theirs,
+)
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -26,17 +34,10 @@ TWO_BY_TWO, FLAT = MeshLayout(shard=2, tp=2), MeshLayout(shard=4)
 State = dict[str, torch.Tensor]
 
 
-def scramble(state: State) -> None:
-    """What a load misses stays nan."""
-    with torch.no_grad():
-        for tensor in state.values():
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float("nan"))
-
-
 def load_and_compare(model: nn.Module, path: str, expected: State) -> None:
     """Loads ``path`` over nans; the shards and the whole tensors then equal ``expected``."""
     state = model.state_dict()
-    scramble(state)
+    scramble(state.values())
     assert list(state) == list(expected)
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state)
@@ -108,25 +109,16 @@ def train(model: nn.Module, samples: list[list[int]]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """As they lie: the model's tensors, and the optimizer's under the parameters' names."""
-    found = dict(model.state_dict())
-    states = optimizer.state_dict()["state"].values()
-    for (name, _), slots in zip(model.named_parameters(), states, strict=True):
-        found |= {f"optimizer.{name}.{key}": value for key, value in slots.items()}
-    return found
-
-
 def save_uneven(path: str) -> None:
     size, data_rank = UNEVEN.data_size, UNEVEN.data_rank(dist.get_rank())
     model = ours(UNEVEN, 2, *SIZES, vocab=VOCAB).double()
-    saved = everything(model, train(model, [[step * size + data_rank] for step in range(2)]))
+    saved = as_they_lie(model, train(model, [[step * size + data_rank] for step in range(2)]))
     dcp.save(saved, checkpoint_id=path)
 
     # What a plain program reads is what plain training gives, but for the order of sums.
     alone = plain(2, *SIZES, vocab=VOCAB).double()
     samples = [[step * size + rank for rank in range(size)] for step in range(2)]
-    expected = everything(alone, train(alone, samples))
+    expected = as_they_lie(alone, train(alone, samples))
     assert sorted(saved) == sorted(expected)
     for name, got in load_whole(path, expected).items():
         torch.testing.assert_close(got, expected[name], rtol=0, atol=1e-12, msg=name)
@@ -140,12 +132,12 @@ def load_uneven(path: str, layout: MeshLayout) -> None:
     expected = torch.load(f"{path}/whole.pt")
     model = ours(layout, 3, *SIZES, vocab=VOCAB).double()
     optimizer = train(model, [[50]])  # has state, of other values
-    state = everything(model, optimizer)
-    scramble(state)
+    state = as_they_lie(model, optimizer)
+    scramble(state.values())
     dcp.load(state, checkpoint_id=path)
     compare(state, expected)
     # The tensors were loaded in place: the model and its optimizer have the values.
-    for name, tensor in everything(model, optimizer).items():
+    for name, tensor in as_they_lie(model, optimizer).items():
         local = [t.to_local() if isinstance(t, DTensor) else t for t in (tensor, state[name])]
         assert local[0].shape == local[1].shape and torch.equal(*local), name
     alone = plain(3, *SIZES, vocab=VOCAB).double()
@@ -218,11 +210,11 @@ def test_one_parameter_does_not_drag_its_bucket_into_the_file(gloo_pool, tmp_pat
 def save_by_torch(path: str) -> None:
     model = ours(TWO_BY_TWO, 1)
     optimizer = train(model, [[0]])
-    trained = dcp_models.everything(model)
+    trained = everything(model)
     file = f"{path}/{dist.get_rank()}.pt"
     torch.save([model.state_dict(), optimizer.state_dict()], file)
 
-    scramble(model.state_dict())
+    scramble(model.state_dict().values())
     state, optimizer_state = torch.load(file, weights_only=False)
     model.load_state_dict(state)
     compare(model.state_dict(), trained)

@@ -25,12 +25,8 @@ pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
 
 class Job:
-    """``parallel3d run`` on two processes, the leader of a process group as in a shell.
-
-    Args:
-        python: the command that starts a program.
-        forked: it is not Python itself, which starts the ranks by default.
-    """
+    """``parallel3d run`` on two processes, the leader of a process group as in a shell, by the command
+    ``python``, which is Python itself unless ``forked``."""
 
     def __init__(self, folder: Path, python: list[str], *program: str, forked: bool = True) -> None:
         self.output = folder / "output"

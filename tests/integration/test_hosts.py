@@ -131,8 +131,7 @@ def check_resumed(whole: Job, job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "count",
-    [pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.slow)],
+    "count", [pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_several_hosts_train_what_one_does(
     site: Site, whole: Job, tmp_path: Path, count: int

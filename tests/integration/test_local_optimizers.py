@@ -58,18 +58,12 @@ def save_and_go_on(path: str, plainly: Make, before: Make, after: Make) -> None:
     plain_optimizer = plainly(plain)
     train(plain, plain_optimizer, FIRST, range(2))
     compare(model, plain)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
 
     model = parallelize(plain_model(), build_mesh(SECOND, device_type="cpu"))
     optimizer = after(model)
-    state = {
-        "model": model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support.checkpoint.dcp_models import adamw, as_they_lie, scramble, whole
 from _support.packed_models import PackedLm, even_lm, packed_plan, packed_tokens, uneven_lm
 from torch import distributed as dist
 from torch import nn
@@ -19,11 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._layout.packed import PackedDTensor
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import (
     load_model_state_dict,
@@ -48,42 +47,14 @@ def parallel_lm(kind: str, sizes: tuple[int, int, int]) -> PackedLm:
     return parallelize(model, mesh, tp_plan=packed_plan(model))
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Fused: DTensor then finds its way once, not once an operation."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(packed_tokens(0)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
-
-
-def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
-    """Model and moments by name, as they lie."""
-    found = dict(model.state_dict())
-    names = names_of(model)
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            found[f"{key} of {names[id(param)]}"] = value
-    return found
-
-
-def whole(values: Whole) -> Whole:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in values.items()
-    }
-
-
-def scramble(values: Whole) -> None:
-    with torch.no_grad():
-        for value in values.values():
-            (get_local_tensor(value) if isinstance(value, DTensor) else value).fill_(float("nan"))
+def all_whole(values: Whole) -> Whole:
+    return {name: whole(value) for name, value in values.items()}
 
 
 def check_equal(found: Whole, want: Whole) -> None:
@@ -92,8 +63,7 @@ def check_equal(found: Whole, want: Whole) -> None:
     for name, value in found.items():
         for rank, box, part in shards_of(value.detach()):
             assert torch.equal(part, want[name][box]), f"{name} on rank {rank}"
-        whole_value = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(whole_value, want[name]), name
+        assert torch.equal(whole(value), want[name]), name
 
 
 def check_packed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -114,19 +84,19 @@ def save(kind: str, sizes: tuple[int, int, int], path: str) -> Whole:
     optimizer = adamw(model)
     step(model, optimizer)
     check_packed(model, optimizer)
-    state = flat_state(model, optimizer)
+    state = as_they_lie(model, optimizer)
     dcp.save(state, checkpoint_id=path)
-    return whole(state)
+    return all_whole(state)
 
 
 def load(kind: str, sizes: tuple[int, int, int], path: str, want: Whole) -> None:
     model = parallel_lm(kind, sizes)
     optimizer = adamw(model)
     step(model, optimizer)
-    state = flat_state(model, optimizer)
-    scramble(state)
+    state = as_they_lie(model, optimizer)
+    scramble(state.values())
     dcp.load(state, checkpoint_id=path)
-    check_equal(flat_state(model, optimizer), want)
+    check_equal(as_they_lie(model, optimizer), want)
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     step(model, optimizer)  # and goes on
 
@@ -168,7 +138,7 @@ def check_file(kind: str, path: str, want: Whole, tmp_path: Path) -> None:
     plain = plain_lm(kind)
     optimizer = adamw(plain)
     step(plain, optimizer)
-    for name, value in flat_state(plain, optimizer).items():
+    for name, value in as_they_lie(plain, optimizer).items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
     plain.load_state_dict({name: found[name] for name in plain.state_dict()})
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -185,8 +155,8 @@ def by_torchs_functions(kind: str, sizes: tuple[int, int, int]) -> None:
     model = parallel_lm(kind, sizes)
     optimizer = adamw(model)
     step(model, optimizer)
-    state = flat_state(model, optimizer)
-    want = whole(state)
+    state = as_they_lie(model, optimizer)
+    want = all_whole(state)
     names = list(dict(model.named_parameters()))
     full = StateDictOptions(full_state_dict=True)
 
@@ -197,18 +167,18 @@ def by_torchs_functions(kind: str, sizes: tuple[int, int, int]) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(moments["state"][name][key], want[f"{key} of {name}"]), name
     weights = copied(weights)  # of what one rank has whole they are the memory
-    scramble({name: state[name] for name in names})
+    scramble(state[name] for name in names)
     set_model_state_dict(model, weights, options=full)
-    check_equal(flat_state(model, optimizer), want)
+    check_equal(as_they_lie(model, optimizer), want)
 
     # As they lie: the objects of the state dict are saved and loaded in place.
     weights = copied(get_model_state_dict(model))
     moments = get_optimizer_state_dict(model, optimizer)
     moments["state"] = {name: copied(each) for name, each in moments["state"].items()}
-    scramble(state)
+    scramble(state.values())
     set_model_state_dict(model, weights)
     set_optimizer_state_dict(model, optimizer, moments)
-    check_equal(flat_state(model, optimizer), want)
+    check_equal(as_they_lie(model, optimizer), want)
     check_packed(model, optimizer)
     step(model, optimizer)
 
@@ -222,7 +192,7 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
     model = parallel_lm(kind, sizes)
     optimizer = adamw(model)
     step(model, optimizer)
-    want = whole(flat_state(model, optimizer))
+    want = all_whole(as_they_lie(model, optimizer))
     full = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=full)
     moments = get_optimizer_state_dict(model, optimizer, options=full)
@@ -241,7 +211,7 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
     load_optim_state_dict(
         model, again, named if first else {}, type=full_type, broadcast_from_rank0=True
     )
-    check_equal(flat_state(model, again), want)
+    check_equal(as_they_lie(model, again), want)
     check_packed(model, again)
     step(model, again)
     assert model_state_dict(model, type=full_type).keys() == weights.keys()
@@ -272,7 +242,7 @@ def whole_moments(kind: str, sizes: tuple[int, int, int], name: str) -> None:
     moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=full))
     weights = copied(get_model_state_dict(model, options=full))
     step(model, optimizer)
-    want = whole(flat_state(model, optimizer))
+    want = all_whole(as_they_lie(model, optimizer))
     for again in (optimizer, OPTIMIZERS[name](model.parameters())):
         set_model_state_dict(model, copied(weights), options=full)
         set_optimizer_state_dict(model, again, copy.deepcopy(moments), options=full)
@@ -280,7 +250,7 @@ def whole_moments(kind: str, sizes: tuple[int, int, int], name: str) -> None:
             kinds = {type(value) for value in state.values() if value.dim()}
             assert kinds == {type(param.data)}, kinds
         step(model, again)
-        check_equal(flat_state(model, again), want)
+        check_equal(as_they_lie(model, again), want)
 
 
 @pytest.mark.slow

@@ -88,19 +88,8 @@ def test_what_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
         timeout=120,
     )
     noted = re.findall(r"=([a-z ]+)=$", run.stderr, re.MULTILINE)
-    expected = [
-        "interrupt",
-        "load",
-        "materialize",
-        "mesh",
-        "meta",
-        "no meta",
-        "own",
-        "plan",
-        "save",
-        "save one",
-    ]
-    assert sorted(noted) == expected, run.stderr
+    expected = ["interrupt", "load", "materialize", "mesh", "meta", "own", "plan", "save"]
+    assert sorted(noted) == sorted([*expected, "no meta", "save one"]), run.stderr
     last = [line for line in run.stderr.splitlines() if "but the world has 2 ranks" in line]
     assert len(last) == 2, run.stderr  # of "mesh", and the one that ends the program
     assert run.returncode == 1

@@ -8,12 +8,7 @@ import pytest
 pytest.importorskip("accelerate")
 import torch
 from _support.integrations.accelerate_rows import fsdp2
-from _support.integrations.hf import (
-    accelerate_state,
-    loss_in_float64,
-    tiny_model,
-    tiny_rows,
-)
+from _support.integrations.hf import accelerate_state, loss_in_float64, tiny_model, tiny_rows
 from _support.integrations.rows import whole_weights
 from torch import distributed as dist
 from torch.distributed import fsdp as torch_fsdp

@@ -1,6 +1,7 @@
 """peft: gradients of adapters on real ranks, and folders that plain peft writes and loads."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -80,16 +81,10 @@ def gradients(name: str, mesh: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_plain_pefts(gloo_pool: GlooPool, family: str, mesh) -> None:
-    gloo_pool.run(gradients, family, mesh, world_size=4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
+        *product(FAMILIES, MESHES),
         ("bias of the layers", (1, 2, 2)),
         ("all biases", (2, 2, 1)),
         ("modules to save", (1, 4, 1)),
@@ -97,7 +92,8 @@ def test_gradients_are_plain_pefts(gloo_pool: GlooPool, family: str, mesh) -> No
         ("dora", (1, 4, 1)),
     ],
 )
-def test_gradients_of_what_is_trained_beside_adapters(gloo_pool: GlooPool, name, mesh) -> None:
+def test_gradients_are_plain_pefts(gloo_pool: GlooPool, name, mesh) -> None:
+    """Also of what is trained beside adapters."""
     gloo_pool.run(gradients, name, mesh, world_size=4)
 
 
@@ -154,26 +150,22 @@ def test_a_plain_models_folder_is_that_of_peft(tmp_path: Path, name: str) -> Non
         assert torch.equal(value, get_peft_model_state_dict(model)[key]), key
 
 
-def several(folder: Path) -> None:
+def test_several_adapters(tmp_path: Path) -> None:
     model = adapted(target_modules=["q_proj"])
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     fill(model, seed=5)
-    model.save_pretrained(folder / "theirs")
-    save_peft(folder / "one", model)
-    save_peft(folder / "two", model, adapter_name="other")
-    same_folders(folder / "one", folder / "theirs")
-    same_folders(folder / "two", folder / "theirs" / "other")
+    model.save_pretrained(tmp_path / "theirs")
+    save_peft(tmp_path / "one", model)
+    save_peft(tmp_path / "two", model, adapter_name="other")
+    same_folders(tmp_path / "one", tmp_path / "theirs")
+    same_folders(tmp_path / "two", tmp_path / "theirs" / "other")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fill(model, seed=6)
-    load_peft(folder / "two", model, adapter_name="other")
+    load_peft(tmp_path / "two", model, adapter_name="other")
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == ("lora_" not in name or ".other" in name), name
     with pytest.raises(CheckpointError, match="no adapter 'third'; it has default, other"):
-        load_peft(folder / "two", model, adapter_name="third")
-
-
-def test_several_adapters(tmp_path: Path) -> None:
-    several(tmp_path)
+        load_peft(tmp_path / "two", model, adapter_name="third")
 
 
 def on_ranks(folder: Path, name: str, mesh: tuple[int, int, int]) -> None:
@@ -259,10 +251,10 @@ def refusals(folder: Path) -> None:
     )
     refused("peft_type is 'IA3'", IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
     refused(
-        "not in the file: .*layers.1.self_attn.q_proj.lora_A",
+        "not in the files: .*layers.1.self_attn.q_proj.lora_A",
         drop="layers.1.self_attn.q_proj.lora_A",
     )
-    refused("in the file, but not in the adapter: .*odd", add="odd")
+    refused("in the files, but not in the model: .*odd", add="odd")
     with pytest.raises(CheckpointError, match="it holds nothing"):
         load_peft(folder / "absent", model)
     (folder / "full").mkdir(exist_ok=True)

@@ -8,14 +8,7 @@ import pytest
 import torch
 from _support.bad_input import Case, Table, With, check, each_of, given
 from _support.integrations.rows import whole
-from _support.integrations.torch_engine_rows import (
-    batch,
-    lm,
-    loss_of,
-    parallel,
-    plain,
-    train,
-)
+from _support.integrations.torch_engine_rows import batch, lm, loss_of, parallel, plain, train
 from _support.models import SEQUENCE_PLAN, Lm
 from torch import nn
 from torch.distributed.fsdp import FSDPModule

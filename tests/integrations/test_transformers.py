@@ -1,6 +1,7 @@
 """transformers' Trainer for models of ``parallelize``: what docs/integrations.md has no row for."""
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ def logs_are_those_of_one_process(sizes: Sizes, folder: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2), (1, 1, 2)])
 def test_logs_are_those_of_one_process(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
-    """Losses, gradient norms, tokens, FLOPs, evaluation; and predictions for rows that don't divide."""
-    ranks = sizes[0] * sizes[1] * sizes[2]
-    gloo_pool.run(logs_are_those_of_one_process, sizes, tmp_path, world_size=ranks, timeout=300)
+    """Losses, gradient norms, tokens, FLOPs, evaluation; predictions for rows that don't divide."""
+    given = sizes, tmp_path
+    gloo_pool.run(logs_are_those_of_one_process, *given, world_size=prod(sizes), timeout=300)
 
 
 def mean_losses(sizes: Sizes, folder: Path) -> None:
@@ -146,8 +147,7 @@ def mean_losses(sizes: Sizes, folder: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
 def test_losses_that_are_means(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
-    ranks = sizes[0] * sizes[1] * sizes[2]
-    gloo_pool.run(mean_losses, sizes, tmp_path, world_size=ranks, timeout=300)
+    gloo_pool.run(mean_losses, sizes, tmp_path, world_size=prod(sizes), timeout=300)
 
 
 def evaluation(sizes: Sizes | None, folder: Path) -> dict[str, float]:
@@ -225,10 +225,10 @@ def lora_dropout_model() -> Any:
 ADAMW = {"optim": "adamw_torch", "learning_rate": 0.01}
 
 
-def saving(sizes: Sizes, folder: Path, make_model: Any, **changes: Any) -> list[float]:
-    """Trains, saving after 3 and 6 steps; returns the losses."""
+def saving(sizes: Sizes, folder: Path, make_model: Any, limit: int | None = None) -> list[float]:
+    """Trains, saving after every 3 steps; returns the losses."""
     with accelerate_state():
-        saves = {"save_strategy": "steps", "save_steps": 3, **ADAMW, **changes}
+        saves = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": limit, **ADAMW}
         trainer = make(sizes, folder, model=make_model(), **saves)
         trainer.train()
         torch.save(whole_weights(trainer.model), folder / f"weights-{dist.get_rank()}")
@@ -265,33 +265,14 @@ def test_resuming_is_exact(
         gloo_pool.run(resuming, *given, world_size=2, timeout=300)
 
 
-def saving_without_dropout(sizes: Sizes, folder: Path, make_model: Any) -> list[float]:
-    with accelerate_state():
-        trainer = make(
-            sizes,
-            folder,
-            model=make_model(),
-            optim="adamw_torch",
-            learning_rate=0.01,
-            save_strategy="steps",
-            save_steps=3,
-            save_total_limit=2,
-        )
-        trainer.train()
-        torch.save({}, folder / f"weights-{dist.get_rank()}")
-        return trainer.losses
-
-
 @pytest.mark.parametrize("make_model", [tiny_model, lora_model])
 def test_resuming_on_another_mesh(gloo_pool: GlooPool, tmp_path: Path, make_model: Any) -> None:
-    given = (1, 2, 1), tmp_path, make_model
-    want = gloo_pool.run(saving_without_dropout, *given, world_size=2, timeout=300)[0]
+    want = gloo_pool.run(saving, (1, 2, 1), tmp_path, make_model, 2, world_size=2, timeout=300)[0]
     assert {f.name for f in tmp_path.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
     at = "checkpoint-9"
     for sizes in ((1, 2, 2), (2, 1, 1), (1, 1, 1)):
-        ranks = sizes[0] * sizes[1] * sizes[2]
         arguments = (sizes, tmp_path, at, want, make_model, False)
-        gloo_pool.run(resuming, *arguments, world_size=ranks, timeout=300)
+        gloo_pool.run(resuming, *arguments, world_size=prod(sizes), timeout=300)
 
 
 def refused_to_resume(folder: Path) -> None:
@@ -311,9 +292,22 @@ def refused_to_resume(folder: Path) -> None:
 
 
 def test_what_can_not_be_resumed(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    given = (1, 2, 1), tmp_path, tiny_model
-    gloo_pool.run(saving_without_dropout, *given, world_size=2, timeout=300)
+    gloo_pool.run(saving, (1, 2, 1), tmp_path, tiny_model, world_size=2, timeout=300)
     gloo_pool.run(refused_to_resume, tmp_path, world_size=2, timeout=300)
+
+
+EACH_FIFTH = {
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
+
+
+def with_evaluation() -> dict[str, Any]:
+    return {"processing_class": tiny_tokenizer(), "eval_dataset": tiny_rows(8, seed=5)}
 
 
 def saved(sizes: Sizes, folder: Path) -> None:
@@ -324,15 +318,10 @@ def saved(sizes: Sizes, folder: Path) -> None:
             sizes,
             folder,
             model=tiny_model(tied=True, dtype=torch.float32),
-            options={"processing_class": tiny_tokenizer(), "eval_dataset": tiny_rows(8, seed=5)},
-            save_strategy="steps",
-            save_steps=5,
-            eval_strategy="steps",
-            eval_steps=5,
+            options=with_evaluation(),
             save_only_model=True,
             load_best_model_at_end=True,
-            metric_for_best_model="loss",
-            greater_is_better=True,
+            **EACH_FIFTH,
         )
         trainer.train()
         evaluated = {
@@ -350,9 +339,7 @@ def saved(sizes: Sizes, folder: Path) -> None:
         assert not list(folder.glob(".parallel3d*"))
         again = make(sizes, folder, model=tiny_model(tied=True, dtype=torch.float32))
         again.args.max_steps = 10
-        again.train(
-            resume_from_checkpoint=str(folder / "checkpoint-10")
-        )  # weights alone, as transformers'
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-10"))  # weights alone
         assert again.losses == []
 
 
@@ -387,15 +374,10 @@ def adapters_saved(sizes: Sizes, folder: Path, active: str) -> None:
             mesh,
             place,
             model=lora_model() if active == "default" else two_adapters(active),
-            options={"processing_class": tiny_tokenizer(), "eval_dataset": tiny_rows(8, seed=5)},
-            save_strategy="steps",
-            save_steps=5,
-            eval_strategy="steps",
-            eval_steps=5,
+            options=with_evaluation(),
             # transformers' own loads the default adapter's file into the active one.
             load_best_model_at_end=mesh is not None,
-            metric_for_best_model="loss",
-            greater_is_better=True,
+            **EACH_FIFTH,
         )
         trainer.train()
         trainer.save_model()
@@ -450,9 +432,8 @@ def test_adapters_are_saved_as_by_a_plain_trainer(
 def quantised(folder: Path) -> None:
     from peft import PeftModel
 
-    rows = [
-        {k: v.clamp(max=42) for k, v in row.items()} for row in tiny_rows(80)
-    ]  # nf4's vocabulary
+    # nf4's vocabulary
+    rows = [{k: v.clamp(max=42) for k, v in row.items()} for row in tiny_rows(80)]
 
     def run(sizes: Sizes | None, **changes: Any) -> Any:
         trainer = make(sizes, folder, model=nf4(), options={"train_dataset": rows}, **changes)
@@ -485,15 +466,12 @@ def test_qlora_is_saved_and_resumed(gloo_pool: GlooPool, tmp_path: Path) -> None
 
 
 def bf16(sizes: Sizes, folder: Path) -> None:
-    runs = {}
+    runs, on = {}, {"bf16": True}
+    policy = {"mp_policy": p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     for name, mesh, changes in (
-        ("plain", None, {"bf16": True}),
-        ("autocast", sizes, {"bf16": True}),
-        (
-            "policy",
-            sizes,
-            {"bf16": True, "mp_policy": p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        ),
+        ("plain", None, on),
+        ("autocast", sizes, on),
+        ("policy", sizes, on | policy),
         ("float32", sizes, {}),
     ):
         with accelerate_state(alone=mesh is None):

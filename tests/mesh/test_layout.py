@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import math
 import pickle
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 
@@ -104,40 +104,11 @@ def test_resolve(sizes, world_size, resolved) -> None:
     assert done.resolve(world_size) is done
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 5, 2), (3, 1, 1), (2, 3, 4, 2), (1, 1, 2, 1)])
-def test_ranks_and_coordinates(sizes: tuple[int, ...]) -> None:
-    """The last axis's ranks are neighbours; data axes number the parts of the data."""
-    axes = AXES if len(sizes) == 4 else ("replicate", "shard", "tp")
-    mesh = MeshLayout(**dict(zip(axes, sizes, strict=True)))
-    assert (mesh.axes, mesh.sizes, mesh.cp) == (
-        axes,
-        sizes,
-        (*sizes, 1)[2] if len(sizes) == 4 else 1,
-    )
-    numbers = {}
-    for rank, at in enumerate(product(*map(range, sizes))):
-        coordinates = dict(zip(axes, at, strict=True))
-        assert mesh.coordinates(rank) == coordinates and mesh.rank(**coordinates) == rank
-        parts = tuple(coordinates[axis] for axis in DATA_AXES)
-        assert numbers.setdefault(parts, len(numbers)) == mesh.data_rank(rank)
-    assert len(numbers) == mesh.data_size
-    for axis in AXES:
-        for group in mesh.groups(axis):
-            steps = {b - a for a, b in pairwise(group)}
-            assert steps <= {mesh.stride(axis)} and len(group) == getattr(mesh, axis)
-
-
-def test_groups_of_a_small_mesh() -> None:
-    mesh = MeshLayout(2, 2, 2)
-    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert mesh.groups("shard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert mesh.groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_partition_the_world_and_differ_in_one_coordinate(axis) -> None:
     mesh = MeshLayout(2, 3, 4, cp=2)
     groups = mesh.groups(axis)
+    assert {b - a for group in groups for a, b in pairwise(group)} == {mesh.stride(axis)}
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
     assert groups == sorted(groups)
     for group in groups:
@@ -206,13 +177,11 @@ def test_wrong_product_says_what_would_fit() -> None:
     assert "tp may be 1, 2, 3, 4, 6 or 12." in text
     assert "Nearest that fit: replicate 1 x shard 1 x tp 12;" in text
     assert text.endswith("Or start 8 ranks.")
-
-
-def test_wrong_product_though_every_size_divides() -> None:
-    with pytest.raises(MeshError) as info:
+    assert isinstance(info.value, Parallel3dError) and isinstance(info.value, ValueError)
+    with pytest.raises(MeshError) as each_divides:
         MeshLayout(2, 2, 2).resolve(4)
-    assert "may be" not in str(info.value)
-    assert "Nearest that fit: replicate 1 x shard 2 x tp 2; replicate 2 x" in str(info.value)
+    assert "may be" not in str(each_divides.value)
+    assert "Nearest that fit: replicate 1 x shard 2 x tp 2; replicate 2" in str(each_divides.value)
 
 
 def test_world_that_does_not_divide_says_what_would() -> None:
@@ -306,11 +275,6 @@ def test_unknown_axis() -> None:
         MeshError, match=r"^pp is no axis\. The axes are replicate, shard, cp, tp, ep$"
     ):
         MeshLayout().groups("pp")
-
-
-def test_errors_are_value_errors() -> None:
-    assert issubclass(MeshError, Parallel3dError)
-    assert issubclass(MeshError, ValueError)
 
 
 def test_ep_is_a_second_view_of_the_ranks() -> None:

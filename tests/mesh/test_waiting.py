@@ -1,7 +1,10 @@
-"""Ranks that wait for another in the store: a slow one is waited for, one that has raised is not."""
+"""Ranks that wait for another in the store: a slow one is waited for, one that has raised is not. Ranks that
+are started again meet each other, not what their dead predecessors have left in the store."""
 
 import contextlib
 import io
+import json
+import random
 import sys
 import threading
 import time
@@ -26,9 +29,9 @@ MINUTE = timedelta(minutes=1)
 
 @pytest.fixture
 def notices(monkeypatch) -> Iterator[list[str]]:
-    """What is said, from a tenth of a second on."""
+    """What is said, from 0.3 s on."""
     said: list[str] = []
-    monkeypatch.setattr(store_module, "NOTICE_AFTER", timedelta(seconds=0.1))
+    monkeypatch.setattr(store_module, "NOTICE_AFTER", timedelta(seconds=0.3))
     monkeypatch.setattr(store_module, "say", said.append)
     yield said
 
@@ -66,16 +69,16 @@ def compare(store: dist.Store, ranks: int, **options: object) -> Callable[[int],
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_slow_rank_is_waited_for_and_named_once(notices: list[str], late: int) -> None:
-    assert together(compare(dist.HashStore(), 3), 3, late, 0.5) == {}
+    assert together(compare(dist.HashStore(), 3), 3, late, 0.9) == {}
     assert notices == [
-        f"rank {late} of 3 has not come to 'plan' after 0.1 s; the others wait, 60 s at most"
+        f"rank {late} of 3 has not come to 'plan' after 0.3 s; the others wait, 60 s at most"
     ]
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_so_it_is_at_the_start_of_a_job(notices: list[str], late: int) -> None:
     store = dist.HashStore()
-    assert together(lambda rank: fresh_store(store, rank, 3, MINUTE), 3, late, 0.5) == {}
+    assert together(lambda rank: fresh_store(store, rank, 3, MINUTE), 3, late, 0.9) == {}
     assert len(notices) == 1 and f"rank {late} of 3 has not come to the start" in notices[0]
 
 
@@ -250,3 +253,66 @@ def test_others_print_one_line(gloo_pool: GlooPool, kind: str) -> None:
         return
     assert "LookupError: no more samples" in other and "rank 1" in other
     assert "Traceback" not in other and other.count("\n") <= 3
+
+
+# A fresh store at each start
+
+
+def start(
+    store: dist.Store, delays: list[float | None], timeout: timedelta = MINUTE
+) -> list[dist.Store]:
+    """Starts a rank after each delay (None: it never comes); the parts that they get."""
+    parts: list[dist.Store] = []
+
+    def run(rank: int, delay: float) -> None:
+        time.sleep(delay)
+        parts.append(fresh_store(store, rank, len(delays), timeout))
+
+    threads = [
+        threading.Thread(target=run, args=(rank, delay))
+        for rank, delay in enumerate(delays)
+        if delay is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return parts
+
+
+def is_new_for_all(parts: list[dist.Store]) -> bool:
+    """Whether what one of the ranks says is heard by all, and nobody has said anything there before."""
+    if any(part.check(["said"]) for part in parts):
+        return False
+    parts[-1].set("said", "")
+    return all(part.check(["said"]) for part in parts)
+
+
+def test_all_ranks_get_one_part_and_each_start_another() -> None:
+    store, rng = dist.HashStore(), random.Random(0)
+    for _ in range(10):
+        assert is_new_for_all(start(store, [rng.choice([0, 0.02, 0.1]) for _ in range(4)]))
+
+
+@pytest.mark.parametrize("dead", range(4))
+def test_a_start_that_ended_before_all_had_met(dead: int) -> None:
+    """A rank died on the way; those that came waited for it until they were ended too."""
+    store = dist.HashStore()
+    start(store, [None if rank == dead else 0 for rank in range(4)], timedelta(seconds=0.3))
+    assert is_new_for_all(start(store, [0.1 * (rank == dead) for rank in range(4)]))
+    assert is_new_for_all(start(store, [0.1 * (rank != dead) for rank in range(4)]))
+
+
+def test_rank_0_comes_first_and_finds_the_dead() -> None:
+    store = dist.HashStore()
+    start(store, [0, 0, 0])
+    before = json.loads(dist.PrefixStore("parallel3d/starts", store).get("start"))
+    assert is_new_for_all(start(store, [0, 0.3, 0.2]))
+    after = json.loads(dist.PrefixStore("parallel3d/starts", store).get("start"))
+    assert not set(before[1]) & set(after[1])
+
+
+def test_other_numbers_of_ranks() -> None:
+    store = dist.HashStore()
+    for size in (4, 1, 2, 4):
+        assert is_new_for_all(start(store, [0.05 * (rank % 2) for rank in range(size)]))

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity
 
+pytestmark = pytest.mark.slow
+
 
 def run(case: Case) -> None:
     replicate, shard, tp = case.mesh
@@ -26,7 +28,6 @@ def run(case: Case) -> None:
     )
 
 
-@pytest.mark.slow
 @settings(SETTINGS, max_examples=4, derandomize=True)
 @given(cases)
 def test_few(case: Case) -> None:

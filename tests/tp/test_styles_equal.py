@@ -8,37 +8,39 @@ from itertools import product
 
 import pytest
 import torch
-from _support.tp.expert_models import COUNT, Counting, ExpertWeights, Moe, TakingTurns, plan_for
-from _support.tp.fused_models import FusedAttention, FusedMlp
-from _support.tp.module_kinds import (
+from _support.tp.tp_models import (
+    COUNT,
+    DIM,
+    SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL,
     Conv1D,
+    Counting,
+    Cross,
+    Encoded,
+    ExpertWeights,
+    FusedAttention,
+    FusedMlp,
+    Gate,
+    Gated,
+    GatedMlp,
+    HeadNorm,
+    Latent,
+    Lm,
+    Mlp,
+    Moe,
+    Norm,
     NormedEmbedding,
     NormedLinear,
     OffsetEmbedding,
+    OfTwo,
     ScaledEmbedding,
     ScaledLinear,
-)
-from _support.tp.prepared_models import (
-    Cross,
-    Encoded,
-    Gate,
-    Gated,
-    HeadNorm,
-    Latent,
-    OfTwo,
     Scaling,
     Second,
     Sinks,
     Sums,
-)
-from _support.tp.tp_models import (
-    DIM,
-    SEQUENCE_PARALLEL,
-    TENSOR_PARALLEL,
-    GatedMlp,
-    Lm,
-    Mlp,
-    Norm,
+    TakingTurns,
+    plan_for,
 )
 from _support.tp.tp_world import check_parity
 from torch import Tensor, nn

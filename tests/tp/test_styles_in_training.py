@@ -5,18 +5,25 @@ import functools
 
 import pytest
 import torch
-from _support.tp.expert_models import ExpertWeights, Moe
-from _support.tp.fused_models import FusedAttention, FusedMlp
-from _support.tp.module_kinds import Conv1D, ScaledEmbedding
-from _support.tp.prepared_models import Latent, Sinks
-from _support.tp.tp_models import DIM
-from _support.tp.tp_world import check_parity, same, tp_mesh, use_local_tensors
+from _support.tp.tp_models import (
+    DIM,
+    Conv1D,
+    ExpertWeights,
+    FusedAttention,
+    FusedMlp,
+    Latent,
+    Mlp,
+    Moe,
+    ScaledEmbedding,
+    Sinks,
+)
+from _support.tp.tp_world import check_parity, on_rank, on_ranks, same
 from torch import Tensor, nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import fake_world, local_world
-from parallel3d.tp import Colwise, Rowwise, VocabParallel, resolve_plan
+from parallel3d.tp import Colwise, Rowwise, VocabParallel
 
 
 class Everything(nn.Module):
@@ -101,8 +108,7 @@ def test_bf16_parameters_make_bf16_results_near_the_plain_ones():
     x = torch.randn(4, DIM).bfloat16()
     model = copy.deepcopy(plain)
     with local_world(2) as world:
-        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
-        use_local_tensors(model, world)
+        on_ranks(model, plan, world)
         for got in world.per_rank(model(x)):
             torch.testing.assert_close(got, plain(x), rtol=0.05, atol=0.05)
 
@@ -123,9 +129,10 @@ def test_a_model_on_the_meta_device():
         ({"": Colwise(packed=2, output="replicate")}, lambda: nn.Linear(DIM, 10)),
         ({"": Rowwise(packed=2, input="replicate")}, lambda: nn.Linear(DIM, 4)),
         ({"gate_up": "packed_colwise", "down": "rowwise"}, lambda: FusedMlp(5)),
+        ({"up": "colwise", "down": "rowwise"}, lambda: Mlp(5)),
     ],
 )
-def test_second_derivatives_of_packed_layers(plan, model):
+def test_second_derivatives(plan, model):
     torch.manual_seed(0)
     plain = model().double()
     x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
@@ -133,8 +140,7 @@ def test_second_derivatives_of_packed_layers(plan, model):
     first.pow(2).sum().backward()
     parallel = copy.deepcopy(plain)
     with local_world(2) as world:
-        resolve_plan(parallel, plan, 2).apply(parallel, tp_mesh(2))
-        params = use_local_tensors(parallel, world)
+        params = on_ranks(parallel, plan, world)
         for p in params.values():
             p.param.grad = None
         mine = world.map(lambda r: x.detach().clone()).requires_grad_()
@@ -154,7 +160,6 @@ def test_second_derivatives_of_packed_layers(plan, model):
 def test_a_subclass_compiles_in_one_graph(plan, make):
     model = make()
     with fake_world(0, 2), torch.no_grad():
-        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
-        model.weight = nn.Parameter(model.weight.to_local())
+        on_rank(model, plan)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(_tokens(0)), model(_tokens(0)))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from _support.tp.tp_models import DIM, Lm, Mlp
-from _support.tp.tp_world import tp_mesh
+from _support.tp.tp_world import on_rank, tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -209,8 +209,7 @@ def test_other_positional_arguments_reach_the_module():
     with fake_world(0, 2), torch.no_grad():
         ours, torchs = Scaled(4, 4), Scaled(4, 4)
         x = torch.ones(2, 4)
-        resolve_plan(ours, {"": "colwise_gather_output"}, 2).apply(ours, tp_mesh(2))
-        ours.weight, ours.bias = (nn.Parameter(p.to_local()) for p in (ours.weight, ours.bias))
+        on_rank(ours, {"": "colwise_gather_output"})
         assert torch.equal(ours(x, 3.0, shift=1.0), 3 * ours(x) + 1)
         resolve_plan(torchs, {"": ColwiseParallel()}, 2).apply(torchs, tp_mesh(2))
         assert torch.equal(torchs(x, 3.0), torchs(x))

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from _support.tp.shared_input import use_local
-from _support.tp.tp_world import check_parity, tp_mesh
+from _support.tp.tp_world import check_parity, on_rank, tp_mesh
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d import PlanError
 from parallel3d.testing import fake_world, record_collectives
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, TpAxis, resolve_plan
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, TpAxis
 from parallel3d.tp.overlap import obstacle
 
 
@@ -73,11 +72,8 @@ def test_collectives() -> None:
     found = []
     for chunks in (1, 4):
         with fake_world(0, 2):
-            mesh = tp_mesh(2)
-            model = Block()
-            resolve_plan(model, plan(chunks), 2).apply(model, mesh)
-            use_local(model)
-            with record_collectives(mesh) as recorder:
+            model = on_rank(Block(), plan(chunks))
+            with record_collectives(tp_mesh(2)) as recorder:
                 model(torch.randn(2, 16, 8, requires_grad=True)).sum().backward()
             found.append(recorder)
     one, four = found

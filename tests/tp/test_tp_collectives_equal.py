@@ -1,8 +1,9 @@
 """Tensor-parallel collectives: never more than torch's on the same plan, fewer where inputs are shared."""
 
 import pytest
-from _support.tp.tp_collective_cases import CASES, Case
-from _support.tp_collectives_table import PAGE, Results, collect, table
+from _support.tp.tp_collective_cases import CASES, PAGE, Case, Results, collect, table
+
+pytestmark = pytest.mark.slow(every=True)
 
 
 @pytest.fixture(scope="module")
@@ -10,7 +11,6 @@ def results() -> Results:
     return collect()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_never_more_than_torchs(case: Case, results: Results) -> None:
     ours, torchs, prepared = (results[case.name][k] for k in ("ours", "torch", "torch, prepared"))
@@ -31,6 +31,5 @@ def test_fewer_where_inputs_are_shared(case: Case, results: Results) -> None:
         assert ours[kind][0] == torchs[kind][0] - saved
 
 
-@pytest.mark.slow(every=True)
 def test_page_is_up_to_date(results: Results) -> None:
-    assert PAGE.read_text() == table(results), "run python tests/_support/tp_collectives_table.py"
+    assert PAGE.read_text() == table(results), "run python tests/_support/collectives_table.py"

@@ -23,9 +23,10 @@ from _support.tp.head_models import (
 )
 from _support.tp.tp_world import check_parity, real_world, tp_mesh
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallel3d._layout.heads import share_out
-from parallel3d._layout.packing import Packing, cut_sections
+from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import fake_world
@@ -113,15 +114,6 @@ def test_share_out():
     assert share_out(8, 4) == (2, 2, 2, 2)
     assert share_out(7, 3) == (3, 2, 2)
     assert share_out(2, 4) == (1, 1, 0, 0)
-
-
-def test_packing_of_heads():
-    assert cut_sections(0, (12,), 2, 4) == Packing(0, (((0, 8),), ((8, 4),)))
-    # Six query heads that go with three heads of keys and values.
-    assert cut_sections(1, (12, 6, 6), 2, (4, 2, 2)).rows == (
-        ((0, 8), (12, 4), (18, 4)),
-        ((8, 4), (16, 2), (22, 2)),
-    )
 
 
 def test_heads_that_divide_change_nothing():
@@ -374,3 +366,69 @@ def test_a_window_as_wide_as_the_layer_is_no_width():
 
     names = {a.name for a in resolve_plan(Window(), SPLIT, 4).attributes}
     assert names == {"n_heads", "n_kv_heads", "q_width"}
+
+
+# ---- a layer with queries only, which attends to an earlier layer's keys and values (Gemma 3n) ----
+
+
+class Layer(nn.Module):
+    """Repeats its key and value heads by a number it keeps, as transformers' models do."""
+
+    def __init__(self, heads: int, kv: int, borrows: bool) -> None:
+        super().__init__()
+        self.head_dim, self.num_key_value_groups = SIZE, heads // kv
+        self.q = nn.Linear(DIM, heads * SIZE)
+        self.o = nn.Linear(heads * SIZE, DIM)
+        if not borrows:
+            self.k = nn.Linear(DIM, kv * SIZE)
+            self.v = nn.Linear(DIM, kv * SIZE)
+
+    def forward(
+        self, x: Tensor, lent: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q = self.q(x).view(shape).transpose(1, 2)
+        if lent is None:
+            lent = tuple(p(x).view(shape).transpose(1, 2) for p in (self.k, self.v))
+        k, v = (t.repeat_interleave(self.num_key_value_groups, 1) for t in lent)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).flatten(2)), lent
+
+
+class Lends(nn.Module):
+    def __init__(self, heads: int, kv: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(heads, kv, False), Layer(heads, kv, True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        lent = None
+        for layer in self.layers:
+            x, lent = layer(x, lent)
+        return x
+
+
+PLAN = {f"layers.*.{name}": style for name, style in SPLIT.items()}
+
+
+@pytest.mark.parametrize(("heads", "kv", "tp"), [(4, 1, 2), (4, 2, 2), (8, 2, 4)])
+def test_it_gets_as_many_heads_as_the_keys_it_borrows(heads: int, kv: int, tp: int) -> None:
+    model = Lends(heads, kv)
+    plan = resolve_plan(model, PLAN, tp)
+    groups = {a.module: a.values for a in plan.attributes if a.name == "num_key_value_groups"}
+    assert groups.get("layers.0") == groups.get("layers.1")
+    check_parity(model, PLAN, tp, torch.randn(2, 5, DIM).double())
+
+
+class LayeredConfig:
+    """As transformers' configs of models whose layers differ: some numbers are in no layer's name."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise RuntimeError("read it from a layer's config")
+
+
+def test_a_number_that_the_config_does_not_tell_is_found_elsewhere() -> None:
+    model = Lends(4, 2)
+    for layer in model.layers:
+        layer.config = LayeredConfig()
+    assert resolve_plan(model, PLAN, 2).modules

@@ -16,7 +16,7 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, Replicated, VocabParallel, auto_plan, resolve_plan
 from parallel3d.tp.auto import prove
-from parallel3d.tp.auto.complete import _without_overlaps, has_hf_plan, merged_plan
+from parallel3d.tp.auto.complete import _without_overlaps, merged_plan
 
 # ---- models that look like transformers', without it ----
 
@@ -120,7 +120,7 @@ def test_the_rules_of_class_config_and_models_inside_are_merged():
             self.text = Lm()
 
     assert list(merged_plan(Outer())) == [f"text.{p}" for p in whole]
-    assert not has_hf_plan(nn.Linear(2, 2))
+    assert not merged_plan(nn.Linear(2, 2))
 
 
 def test_an_instance_with_its_plan_merged_already_is_taken_as_it_is():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from _support.tp.tp_world import check_parity, same, tp_mesh, use_local_tensors
+from _support.tp.tp_world import check_parity, on_ranks, same
 from torch import nn
 
 from parallel3d.errors import PlanError
@@ -209,8 +209,7 @@ def test_inference_does_not_take_the_way_that_reads_weights_directly() -> None:
     with torch.no_grad():
         wanted = plain(x, src_key_padding_mask=padding)
     with local_world(2) as world, torch.no_grad():
-        resolve_plan(split, auto_plan(split, 2), 2).apply(split, tp_mesh(2))
-        use_local_tensors(split, world)
+        on_ranks(split, auto_plan(split, 2), world)
         got = split(world.map(lambda r: x.clone()), src_key_padding_mask=padding)
         for on_rank in world.per_rank(got):
             same(on_rank[:, :-1], wanted[:, :-1])  # torch's nested tensors put zeros where padded
@@ -229,8 +228,7 @@ def test_dropout_differs_on_heads_and_is_alike_on_whole_tensors() -> None:
     torch.manual_seed(0)
     model, x = Dropping().double(), _sample(0).double()
     with local_world(2) as world:
-        resolve_plan(model, {"attn": "attention"}, 2).apply(model, tp_mesh(2))
-        use_local_tensors(model, world)
+        on_ranks(model, {"attn": "attention"}, world)
         y, weights = model(world.map(lambda r: x.clone()))
         same(*world.per_rank(y))
         same(*world.per_rank(weights))

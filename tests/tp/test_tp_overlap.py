@@ -1,18 +1,18 @@
 """The sum of the input's gradient runs beside the computation of the weights' gradients."""
 
-import gc
 import weakref
 
 import pytest
 import torch
-from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, use_local, with_length
-from _support.tp.tp_world import tp_mesh
+from _support.fsdp.lifetimes import collector_off
+from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, with_length
+from _support.tp.tp_world import on_rank, tp_mesh
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.testing import fake_world, record_collectives
-from parallel3d.tp import overlap, resolve_plan
+from parallel3d.tp import overlap
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,7 @@ def test_the_output_may_be_changed_in_place(layout: str, batch: int) -> None:
 
 
 def parallel(layout: str) -> tuple[Gated, Tensor]:
-    model, mesh = Gated(), tp_mesh(2)
-    resolve_plan(model, plan(layout), 2).apply(model, mesh)
-    use_local(model)
-    with_length(model, 6)
+    model = with_length(on_rank(Gated(), plan(layout)), 6)
     return model, torch.randn(2, 3 if layout == "sequence" else 6, 8, requires_grad=True)
 
 
@@ -135,17 +132,13 @@ def test_frozen_weight_and_trained_bias() -> None:
 
 
 def test_nothing_is_kept() -> None:
-    gc.disable()
-    try:
-        with fake_world(0, 2):
-            model, x = parallel("sequence")
-            y = x * 1
-            ref = weakref.ref(y)
-            model(y).sum().backward()
-            del y
-            assert ref() is None
-    finally:
-        gc.enable()
+    with collector_off(), fake_world(0, 2):
+        model, x = parallel("sequence")
+        y = x * 1
+        ref = weakref.ref(y)
+        model(y).sum().backward()
+        del y
+        assert ref() is None
 
 
 def test_small_inputs_have_no_further_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from _support.tp.tp_dropping import SEQUENCE, TENSOR, Dropping, Note
-from _support.tp.tp_world import tp_mesh, use_local_tensors
+from _support.tp.tp_world import on_rank, on_ranks, tp_mesh
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,17 +21,6 @@ IDS = torch.arange(2 * 8).view(2, 8) % 20
 
 def marked() -> bool:
     return torch.default_generator.initial_seed() & ~_FIELD == _MARK
-
-
-def on_rank(model: nn.Module, plan: dict, rank: int = 0, tp: int = 2) -> nn.Module:
-    """``model`` as rank ``rank`` of ``tp`` sees it; call inside ``fake_world(rank, tp)``."""
-    resolve_plan(model, plan, tp).apply(model, tp_mesh(tp))
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                local = p.to_local() if hasattr(p, "to_local") else p
-                module._parameters[name] = nn.Parameter(local.detach().clone())
-    return model
 
 
 class Sees(nn.Module):
@@ -147,7 +136,7 @@ def test_ranks_differ_and_agree_again() -> None:
     for rank in range(4):
         torch.manual_seed(5)
         with fake_world(rank, 4):
-            model = on_rank(Mlp(), PLAN, rank, 4)
+            model = on_rank(Mlp(), PLAN, 4)
             model(torch.ones(2, 8))
             inside += model.inside.seeds
         after.append(torch.rand(2).tolist())
@@ -239,8 +228,7 @@ def test_sequence_dropout_of_a_whole_input() -> None:
 def test_simulated_ranks(sequence: bool) -> None:
     model = Dropping(layers=1)
     with local_world(2) as world:
-        resolve_plan(model, SEQUENCE if sequence else TENSOR, 2).apply(model, tp_mesh(2))
-        use_local_tensors(model, world)
+        on_ranks(model, SEQUENCE if sequence else TENSOR, world)
         ids = world.map(lambda r: IDS)
         model(ids).sum().backward()
         for name, masks in model.noted().items():

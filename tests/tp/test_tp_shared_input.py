@@ -1,20 +1,20 @@
 """Modules that read the same tensor share one copy or all-gather, and its one reduction."""
 
 import copy
-import gc
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, use_local, with_length
-from _support.tp.tp_world import tp_mesh, use_local_tensors
+from _support.fsdp.lifetimes import collector_off
+from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, with_length
+from _support.tp.tp_world import on_rank, on_ranks, tp_mesh
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.testing import Recorder, fake_world, local_world, record_collectives
-from parallel3d.tp import Colwise, PrepareInput, resolve_plan
+from parallel3d.tp import Colwise, PrepareInput
 
 
 def count(
@@ -24,9 +24,7 @@ def count(
     model = Gated() if model is None else model
     with fake_world(0, 2):
         mesh = tp_mesh(2)
-        resolve_plan(model, plan(layout), 2).apply(model, mesh)
-        use_local(model)
-        with_length(model, 6)
+        with_length(on_rank(model, plan(layout)), 6)
         x = torch.randn(2, 3 if layout == "sequence" else 6, 8, requires_grad=True) * 1
         with record_collectives(mesh) as recorder:
             use(model, x)
@@ -43,56 +41,40 @@ def test_equals_the_plain_module(layout: str, tp: int) -> None:
     check_equal(layout, tp=tp)
 
 
-def test_one_all_reduce_for_gate_and_up() -> None:
-    calls = count("replicate", backward)
-    assert [c.op for c in calls.calls] == ["all_reduce"] * 2  # down's output; x's gradient
-    assert {c.bytes for c in calls.calls} == {2 * 6 * 8 * 4}
-
-
-def test_one_gather_for_gate_and_up() -> None:
-    calls = count("sequence", backward)
-    assert [c.op for c in calls.calls] == [
-        "all_gather",
-        "reduce_scatter",
-        "all_gather",
-        "reduce_scatter",
-    ]
+def test_one_collective_for_gate_and_up() -> None:
+    calls = count("replicate", backward).calls
+    assert [c.op for c in calls] == ["all_reduce"] * 2  # down's output; x's gradient
+    assert {c.bytes for c in calls} == {2 * 6 * 8 * 4}
+    calls = count("sequence", backward).calls
+    assert [c.op for c in calls] == ["all_gather", "reduce_scatter"] * 2
 
 
 def test_a_leaf_is_shared_too_and_freed_by_backward() -> None:
-    gc.disable()
-    try:
-        refs = []
+    refs = []
 
-        def use(model: nn.Module, x: Tensor) -> None:
-            leaf = x.detach().requires_grad_()
-            refs.append(weakref.ref(leaf))
-            model(leaf).sum().backward()
+    def use(model: nn.Module, x: Tensor) -> None:
+        leaf = x.detach().requires_grad_()
+        refs.append(weakref.ref(leaf))
+        model(leaf).sum().backward()
 
-        calls = count("replicate", use)
-        assert calls.count("all_reduce") == 2
+    with collector_off():
+        assert count("replicate", use).count("all_reduce") == 2
         assert refs[0]() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_input_is_freed_with_its_graph(layout: str) -> None:
-    gc.disable()
-    try:
-        refs = []
+    refs = []
 
-        def use(model: nn.Module, x: Tensor) -> None:
-            y = x * 2
-            refs.append(weakref.ref(y))
-            out = model(y)
-            refs.append(weakref.ref(model.gate._parallel3d_tp))
-            del y, out
+    def use(model: nn.Module, x: Tensor) -> None:
+        y = x * 2
+        refs.append(weakref.ref(y))
+        out = model(y)
+        del y, out
 
+    with collector_off():
         count(layout, use)
         assert refs[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_what_was_taken_goes_with_the_input() -> None:
@@ -162,12 +144,10 @@ def test_a_changed_input_is_taken_again() -> None:
     model, x = copy.deepcopy(plain), torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     changing(plain, x).sum().backward()
     with local_world(2) as world:
-        mesh = tp_mesh(2)
-        resolve_plan(model, plan("replicate"), 2).apply(model, mesh)
-        use_local_tensors(model, world)
+        on_ranks(model, plan("replicate"), world)
         model.requires_grad_(False)
         mine = world.map(lambda r: x.detach().clone()).requires_grad_()
-        with record_collectives(mesh) as recorder:
+        with record_collectives(tp_mesh(2)) as recorder:
             changing(model, mine).sum().backward()
         assert recorder.count("all_reduce") == 3
         for grad in world.per_rank(mine.grad):
@@ -280,8 +260,7 @@ def test_a_module_that_writes_to_a_shared_copy_is_refused() -> None:
     model = Writes()
     with fake_world(0, 2):
         plan = {"": PrepareInput(), "gate": Colwise(input="gathered")}
-        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
-        use_local(model)
+        on_rank(model, plan)
         x = torch.randn(2, 8, requires_grad=True) * 1
         with pytest.raises(RuntimeError, match="inplace"):
             model(x)
@@ -325,8 +304,7 @@ def test_compiled_equals_eager() -> None:
     model = Two()
     with fake_world(0, 2):
         full = {f"gated.{name}": style for name, style in plan("replicate").items()}
-        resolve_plan(model, full, 2).apply(model, tp_mesh(2))
-        use_local(model)
+        on_rank(model, full)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         x = torch.randn(2, 6, 8, requires_grad=True)
         want = torch.autograd.grad(model(x).sum(), x)
@@ -337,10 +315,8 @@ def test_compiled_equals_eager() -> None:
 def test_simulated_ranks_share() -> None:
     model = Gated()
     with local_world(2) as world:
-        mesh = tp_mesh(2)
-        resolve_plan(model, plan("replicate"), 2).apply(model, mesh)
-        use_local_tensors(model, world)
+        on_ranks(model, plan("replicate"), world)
         x = world.map(lambda r: torch.randn(2, 8)).requires_grad_()
-        with record_collectives(mesh) as recorder:
+        with record_collectives(tp_mesh(2)) as recorder:
             model(x * 1).sum().backward()
     assert recorder.count("all_reduce") == 2

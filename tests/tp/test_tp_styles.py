@@ -6,19 +6,28 @@ from collections import Counter
 
 import pytest
 import torch
-from _support.tp.expert_models import Counting, ExpertWeights, Moe, TakingTurns, plan_for
-from _support.tp.module_kinds import (
+from _support.tp.tp_models import (
+    DIM,
+    SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL,
     BranchingEmbedding,
+    Counting,
+    ExpertWeights,
+    GatedMlp,
+    Lm,
+    Mlp,
+    Moe,
     NormedEmbedding,
     NormedLinear,
     ReadingEmbedding,
     ScaledEmbedding,
+    Sinks,
+    TakingTurns,
+    plan_for,
 )
-from _support.tp.prepared_models import Sinks
-from _support.tp.tp_models import DIM, SEQUENCE_PARALLEL, TENSOR_PARALLEL, GatedMlp, Lm, Mlp
-from _support.tp.tp_world import chunks, same, tp_mesh, use_local_tensors
+from _support.tp.tp_world import chunks, on_rank, on_ranks, same, tp_mesh, use_local_tensors
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -36,6 +45,7 @@ from parallel3d.tp import (
     PrepareInput,
     PrepareInputOutput,
     PrepareOutput,
+    Replicated,
     Rowwise,
     SequenceParallel,
     VocabParallel,
@@ -175,18 +185,14 @@ def test_each_raw_parameter_needs_a_rule():
 
 def test_rowwise_says_so_when_it_gets_a_whole_input():
     with fake_world(0, 2):
-        model = nn.Sequential(nn.Linear(4, 3))
-        resolve_plan(model, {"0": "rowwise"}, 2).apply(model, tp_mesh(2))
-        model[0].weight = nn.Parameter(model[0].weight.to_local())
+        model = on_rank(nn.Sequential(nn.Linear(4, 3)), {"0": "rowwise"})
         with pytest.raises(StateError, match=r'Rowwise\(input="replicate"\) splits'):
             model(torch.ones(1, 4))
 
 
 def test_prepare_input_refuses_a_call_without_its_input():
     with fake_world(0, 2):
-        model = GatedMlp(8)
-        plan = {"": PrepareInput(), "up": "colwise_rep"}
-        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
+        model = on_rank(GatedMlp(8), {"": PrepareInput(), "up": "colwise_rep"})
         with pytest.raises(StateError, match="keyword arguments given: scale"):
             model(scale=2.0)
 
@@ -195,24 +201,19 @@ def test_prepare_input_refuses_a_call_without_its_input():
 def test_an_id_outside_the_vocabulary_is_an_error(bad):
     model = nn.Embedding(7, DIM)
     with local_world(2) as world:
-        resolve_plan(model, {"": "embedding"}, 2).apply(model, tp_mesh(2))
-        use_local_tensors(model, world)
+        on_ranks(model, {"": "embedding"}, world)
         with pytest.raises(RuntimeError, match="outside the vocabulary of 7"):
             model(torch.tensor([0, bad]))
 
 
-def _sequence_model(rank: int, tp: int) -> nn.Module:
-    model = nn.Sequential(nn.Identity(), nn.Linear(DIM, 8))
+def _sequence_model() -> nn.Module:
     plan = {"0": SequenceParallel(input="replicate"), "1": Colwise(input="sequence")}
-    resolve_plan(model, plan, tp).apply(model, tp_mesh(tp))
-    model[1]._parameters["weight"] = nn.Parameter(model[1].weight.to_local())
-    model[1]._parameters["bias"] = nn.Parameter(model[1].bias.to_local())
-    return model
+    return on_rank(nn.Sequential(nn.Identity(), nn.Linear(DIM, 8)), plan)
 
 
 def test_a_part_of_a_sequence_nothing_has_split_is_an_error():
     with fake_world(0, 2):
-        model = _sequence_model(0, 2)
+        model = _sequence_model()
         with pytest.raises(StateError, match="nothing has split a sequence"):
             model[1](torch.ones(1, 3, DIM))
         assert model(torch.ones(1, 5, DIM)).shape == (1, 5, 4)
@@ -220,7 +221,7 @@ def test_a_part_of_a_sequence_nothing_has_split_is_an_error():
 
 def test_a_part_that_is_not_of_the_sequence_split_last_is_an_error():
     with fake_world(1, 2):
-        model = _sequence_model(1, 2)
+        model = _sequence_model()
         model(torch.ones(1, 5, DIM))
         with pytest.raises(StateError, match=r"got 3 rows along dim 1, but .* split last has 5"):
             model[1](torch.ones(1, 3, DIM))
@@ -234,10 +235,7 @@ def test_experts_that_give_several_tensors_are_an_error():
 
     plan = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise", "": "moe_tp_experts"}
     with fake_world(0, 2):
-        model = resolve_plan(Two(8), plan, 2).apply(Two(8), tp_mesh(2))
-        for name, p in list(model._parameters.items()):
-            if p is not None:
-                model._parameters[name] = nn.Parameter(p.to_local())
+        model = on_rank(Two(8), plan)
         x, chosen = torch.randn(3, DIM), torch.zeros(3, 2, dtype=torch.long)
         with pytest.raises(StateError, match=r"Two as .* gave a tuple"):
             model(x, chosen, weights=torch.ones(3, 2), scale=1.0)
@@ -299,23 +297,13 @@ def test_what_random_numbers_are_drawn_on_after_it():
 # ---- what is applied ----
 
 
-def test_tied_weights_are_one_parameter_after_apply():
-    model = Lm(11, 13, tied=True)
-    with fake_world(1, 2):
-        resolve_plan(model, TENSOR_PARALLEL, 2).apply(model, tp_mesh(2))
-        assert model.head.weight is model.embed.weight
-        assert model.head.weight.shape == (11, DIM)
-        assert model.head.weight.to_local().shape == (5, DIM)
-
-
 def test_a_copy_of_a_parallel_model_has_its_own_forwards():
     plain = Mlp(13).double()
     x = floats(2, DIM)
     model = copy.deepcopy(plain)
     with local_world(2) as world:
         plan = {"": PrepareInput(), "up": Colwise(input="gathered"), "down": "rowwise"}
-        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
-        use_local_tensors(model, world)
+        on_ranks(model, plan, world)
         twin = copy.deepcopy(model)
         for module, other in zip(model.modules(), twin.modules(), strict=True):
             assert other.forward.__self__ is other is not module
@@ -328,38 +316,12 @@ def test_a_copy_of_a_parallel_model_has_its_own_forwards():
 def test_a_copy_of_a_scaled_embedding_looks_up_in_its_own_weight():
     model = ScaledEmbedding(8, 4)
     with fake_world(0, 2), torch.no_grad():
-        resolve_plan(model, {"": "embedding"}, 2).apply(model, tp_mesh(2))
-        model.weight = nn.Parameter(model.weight.to_local())
+        on_rank(model, {"": "embedding"})
         twin = copy.deepcopy(model)
         model.weight.zero_()
         assert twin(torch.tensor([1, 2])).abs().sum() > 0
         assert isinstance(twin, ScaledEmbedding)
         assert type(twin).__name__ == "ScaledEmbedding"
-
-
-def test_second_derivative_of_a_parallel_mlp():
-    plain = Mlp(5).double()
-    x = floats(2, DIM).requires_grad_()
-    (first,) = torch.autograd.grad(plain(x).pow(2).sum(), x, create_graph=True)
-    first.pow(2).sum().backward()
-    model = copy.deepcopy(plain)
-    with local_world(2) as world:
-        resolve_plan(model, {"up": "colwise", "down": "rowwise"}, 2).apply(model, tp_mesh(2))
-        params = use_local_tensors(model, world)
-        for p in params.values():
-            p.param.grad = None
-        mine = world.map(lambda r: x.detach().clone()).requires_grad_()
-        (first,) = torch.autograd.grad(model(mine).pow(2).sum(), mine, create_graph=True)
-        first.pow(2).sum().backward()
-        for name in ("up.weight", "up.bias", "down.weight"):
-            same(params[name].full_grad(world), plain.get_parameter(name).grad)
-
-
-def test_prepared_modules_on_one_rank_are_the_plain_ones():
-    model = Mlp(8)
-    with fake_world(0, 1):
-        resolve_plan(model, {"": PrepareOutput("replicate", "shard")}, 1).apply(model, tp_mesh(1))
-        assert model(torch.ones(2, DIM)).shape == (2, DIM)
 
 
 class Keeping(nn.Module):
@@ -370,8 +332,7 @@ class Keeping(nn.Module):
 
 def test_an_output_that_its_module_keeps_is_not_overwritten():
     with fake_world(0, 2):
-        model = Keeping()
-        resolve_plan(model, {"": "all_reduce"}, 2).apply(model, tp_mesh(2))
+        model = on_rank(Keeping(), {"": "all_reduce"})
         y = model(torch.ones(2, DIM, requires_grad=True))
         assert y.data_ptr() != model.kept.data_ptr()
 
@@ -383,10 +344,7 @@ class OneOfThree(nn.Module):
 
 def test_what_is_beside_an_output_is_kept():
     with fake_world(0, 2):
-        model = OneOfThree()
-        resolve_plan(model, {"": PrepareOutput("replicate", "sequence")}, 2).apply(
-            model, tp_mesh(2)
-        )
+        model = on_rank(OneOfThree(), {"": PrepareOutput("replicate", "sequence")})
         first, y, last = model(torch.ones(2, 4, DIM))
         assert (first, last, y.shape) == ("first", "last", (2, 2, DIM))
 
@@ -412,14 +370,8 @@ def test_nothing_is_padded_at_rest_nor_in_logits_that_stay_split(tp, rows):
 
 def _collectives(plan: dict, tokens: Tensor) -> tuple[Counter, Counter]:
     """Collectives of one forward and one backward of a two-block model, by operation."""
-    model = Lm(12, 8)
     with fake_world(0, 2):
-        mesh = tp_mesh(2)
-        resolve_plan(model, plan, 2).apply(model, mesh)
-        for module in model.modules():
-            for name, param in module._parameters.items():
-                if isinstance(param, DTensor):
-                    module._parameters[name] = nn.Parameter(param.to_local())
+        model, mesh = on_rank(Lm(12, 8), plan), tp_mesh(2)
         with record_collectives(mesh) as forward:
             y = model(tokens)
         with record_collectives(mesh) as backward:
@@ -446,3 +398,50 @@ def test_sequence_parallel_communicates_the_halves():
 
 def test_parts_helper_cuts_as_torch_does():
     assert [len(c) for c in chunks(torch.arange(5), 0, 4)] == [2, 2, 1, 0]
+
+
+# ---- a module that the plan forgot among sequence-parallel ones ----
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.split = nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.split(self.before(x))
+        return x + self.down(self.up(self.norm(x)))
+
+
+PLAN = {
+    "split": SequenceParallel(input="replicate"),
+    "up": Colwise(input="sequence"),
+    "down": Rowwise(output="sequence"),
+}
+
+
+def run(plan: dict, length: int, frozen: bool = False) -> nn.Module:
+    model = Model()
+    model.norm.requires_grad_(not frozen)
+    with fake_world(0, 2):
+        on_rank(model, plan)
+        model(torch.randn(2, length, 8)).sum().backward()
+        model(torch.randn(2, length // 2, 8)).sum().backward()  # now whole has the part's length
+    return model
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_a_forgotten_norm(length: int) -> None:
+    with pytest.raises(
+        StateError, match=r"'norm' has no style in the plan, but its input \(2, 3, 8\)"
+    ):
+        run(PLAN, length)
+
+
+def test_what_is_not_forgotten() -> None:
+    run({**PLAN, "norm": SequenceParallel()}, 6)
+    run({**PLAN, "norm": Replicated(tp_grad="partial")}, 6)
+    run(PLAN, 6, frozen=True)

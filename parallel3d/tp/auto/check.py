@@ -68,8 +68,9 @@ _MOST_TRIED = 5_000_000
 
 
 def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) -> list[str]:
-    """Adds to the resolution's problems the layers that would compute wrong results under the plan. Returns
-    messages about layers that could not be checked."""
+    """Appends to ``resolution.problems`` a message about each group of layers that would compute wrong
+    results under the plan, and returns messages about layers that could not be checked. ``example``: (args,
+    kwargs) of a forward."""
     if resolution.tp == 1:
         return []
     check = PlanCheck(model, resolution)
@@ -82,13 +83,15 @@ def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) 
 
 @dataclass
 class PlanCheck:
-    """The check of one plan.
+    """Checks one plan: which layers would compute wrong results on this rank's part of their inputs or
+    weights. Messages go to ``resolution.problems``, or to ``unchecked`` where nothing could be compared.
 
     Attributes:
         ruled: path -> module with a style. A module with several paths has the path that the trace uses.
         layers: path -> module that the trace runs as one operation.
-        ups, downs: path -> style of the linear layers split by output, and by input features.
-        split_params: path -> module that owns it, of the layers' parameters that are split over tp.
+        ups, downs: path -> style of the linear layers that are split by output features, and by input
+            features.
+        split_params: path of a parameter that is split over tp -> path of the layer that owns it.
     """
 
     model: nn.Module
@@ -156,26 +159,33 @@ class PlanCheck:
                 self.not_proven(group, "they weren't called when the model ran")
 
     def problem(self, message: str) -> None:
-        """Adds a problem, once for all layers."""
+        """Appends ``message`` to the resolution's problems, once for all layers of a kind."""
         if message not in self.resolution.problems:
             self.resolution.problems.append(message)
 
     # ---- who reads what ----
 
     def check_reads(self, trace: Trace) -> None:
-        """Adds a problem for code outside a layer that reads a weight of which a rank holds a part."""
+        """Adds a problem for each split weight that code outside its layer reads in the trace: that code
+        would get only this rank's part of the weight."""
+        for path, by in self.read_outside(trace):
+            self.problem(
+                f"{path} is split over tp by {by!r} ({self.ruled[by].style}), and "
+                f"{trace.read_directly[path]} reads it outside its module, where it would be this "
+                "rank's part; call the module, or leave it whole ('replicate')"
+            )
+
+    def read_outside(self, trace: Trace) -> Iterator[tuple[str, str]]:
+        """Yields (path of a split parameter, path of its layer) if code outside the layer reads it."""
         for path, by in self.split_params.items():
             # A module with a rule of its own, whose class has a forward of its own, reads its own weight.
             own = path.rpartition(".")[0]
             if path in trace.read_directly and (own == by or own not in self.ruled):
-                self.problem(
-                    f"{path} is split over tp by {by!r} ({self.ruled[by].style}), and "
-                    f"{trace.read_directly[path]} reads it outside its module, where it would be this "
-                    "rank's part; call the module, or leave it whole ('replicate')"
-                )
+                yield path, by
 
     def check_inputs(self, trace: Trace) -> None:
-        """Adds a problem for a layer that takes whole inputs and gets parts of a sequence."""
+        """Adds a problem for each layer whose style takes the whole sequence, but whose input comes from a
+        layer that gives each rank only a part of the sequence."""
         for name, one in self.ruled.items():
             whole = isinstance(one.style, (Colwise, Rowwise)) and one.style.input == "replicate"
             if not whole or name not in self.layers or self.is_prepared(name):
@@ -194,7 +204,7 @@ class PlanCheck:
         return layer and style.output == "sequence" and not self.is_prepared(name)  # type: ignore[union-attr]
 
     def is_prepared(self, name: str) -> bool:
-        """Whether a module around it changes the layout of its input or output."""
+        """Whether a module around ``name`` has a style that changes the layout of its input or output."""
         kinds = (PrepareInput, PrepareOutput, TorchStyle)
         around = (n for n, one in self.ruled.items() if isinstance(one.style, kinds))
         return any(is_in(name, n) and name != n for n in around)
@@ -202,8 +212,8 @@ class PlanCheck:
     # ---- groups ----
 
     def groups(self, trace: Trace) -> Iterator[Group]:
-        """Yields the split layers with all layers that read their outputs; layers with a common reader are
-        one group."""
+        """Yields groups found in the trace: layers split by output features, and all layers that read their
+        outputs. Layers that are read by the same layer are in one group."""
         joined: list[tuple[set[str], set[str]]] = []
         for up in self.ups:
             downs = set(trace.readers(up))
@@ -226,7 +236,7 @@ class PlanCheck:
             yield Group(owner, tuple(n for n in self.ups if n in ups), tuple(sorted(downs)))
 
     def by_structure(self) -> Iterator[Group]:
-        """Yields groups by the modules' places, without a trace."""
+        """Yields groups without a trace: an attention layer's projections, or linear layers of one parent."""
         attention: set[str] = set()
         for layer in self.resolution.attentions:
             inputs = [self.paths[id(p.ruled.module)] for p in layer.inputs]
@@ -277,7 +287,8 @@ class PlanCheck:
             )
 
     def whole_readers(self, group: Group, trace: Trace) -> str:
-        """Returns which linear layers take the parts of their inputs for whole, or ``""``."""
+        """Returns a message about the linear layers of the group that get a part of their input features but,
+        by their style, expect all of them; ``""`` if there are none."""
         linear = [n for n in group.downs if self.layers[n].kind == "linear" and n not in self.downs]
         split = [n for n in group.ups if not {*linear}.isdisjoint(trace.readers(n))]
         downs, ups = ([*dict.fromkeys(map(numberless, names))] for names in (linear, split))
@@ -291,7 +302,8 @@ class PlanCheck:
         )
 
     def remedy(self, group: Group, wrong: bool) -> str:
-        """Returns what to do about a group that is ``wrong`` or, else, may be."""
+        """Returns the advice that ends the error message about a group. ``wrong``: a comparison showed that
+        its results are wrong; else they could not be compared."""
         owner, auto = self.modules[group.owner], 'tp_plan="auto", which finds and proves its rules'
         rule = f"{numberless(group.owner)!r}: tp.LocalSizes"
         reads = reads_of(owner)
@@ -312,17 +324,15 @@ class PlanCheck:
         return f"If its forward is right on a part, add {rule}() to the plan; else take {auto}"
 
     def split_alike(self, group: Group) -> bool:
-        """Whether every layer of the group is split at the same features."""
-        cuts = set()
-        for name in group.members:
-            rule = self.resolution.rules[id(self.modules[name])].get("weight")
-            if rule is None or not isinstance(rule.placement, Shard):
-                return False
-            cuts.add((self.size_of(name), rule.packing and rule.packing.rows))
+        """Whether all layers of the group are split alike: each rank has the same features of each."""
+        rules = {n: self.resolution.rules[id(self.modules[n])].get("weight") for n in group.members}
+        if not all(rule and isinstance(rule.placement, Shard) for rule in rules.values()):
+            return False
+        cuts = {(self.size_of(n), r.packing and r.packing.rows) for n, r in rules.items() if r}
         return len(cuts) == 1
 
     def size_of(self, name: str) -> int:
-        """Returns the number of features of a layer that are split."""
+        """Returns the whole size of the split dim: output features for ``ups``, else input features."""
         module: Any = self.modules[name]
         if name in self.ups:
             return self.layers[name].features
@@ -362,8 +372,9 @@ class PlanCheck:
     # ---- what can't be proven ----
 
     def not_proven(self, group: Group, why: str) -> None:
-        """Adds a problem for a group that was not proven, unless the plan sets its sizes, its heads are
-        known, or the code between its layers is probably elementwise."""
+        """Reports a group that could not be compared with the plain module, for the reason ``why``: as
+        unchecked if the plan sets its sizes, its heads are known, or the code between its layers is probably
+        elementwise; else as a problem."""
         layer, described = self.attention_of(group), _describe(group)
         # The styles in the plan, before ``resolve`` changed them.
         styles: list[Style] = [self.ups[n] for n in group.ups]
@@ -387,15 +398,16 @@ class PlanCheck:
             )
 
     def attention_of(self, group: Group) -> Attention | None:
-        members = set(group.members)
-        for layer in self.resolution.attentions:
-            if any(self.paths[id(p.ruled.module)] in members for p in layer.inputs):
-                return layer
-        return None
+        members = {id(self.modules[name]) for name in group.members}
+        layers = self.resolution.attentions
+        return next(
+            (a for a in layers if any(id(p.ruled.module) in members for p in a.inputs)), None
+        )
 
     def reads_unset(self, layer: Attention) -> str:
-        """Returns an attribute that the layer's forward reads, that may be a size of the split features or
-        heads, and that the plan does not change to this rank's size."""
+        """Returns the name of an int attribute that the layer's forward reads, that equals one of its numbers
+        of heads or features, and that the plan doesn't change to this rank's number; ``""`` if there is
+        none."""
         reads = reads_of(layer.module)
         if reads is None:
             return ""
@@ -426,7 +438,8 @@ class PlanCheck:
         return f"{layer.why[0].upper()}{layer.why[1:]}. " if layer is not None and layer.why else ""
 
     def proven_way(self, group: Group, trace: Trace) -> str:
-        """Returns rules that are proven right, for a module that is quickly compared, or ``""``."""
+        """Tries other rules for the group and returns advice with the first ones under which its module
+        computes the same as the plain one; ``""`` if none does or the module is too large for trials."""
         size = cost(self.modules[group.owner], ends_of(group))
         if not (len(group.downs) == 1 and group.downs[0] in self.downs) or size > _MOST_TRIED:
             return ""
@@ -457,7 +470,9 @@ def _describe(group: Group) -> str:
 
 
 def _with_whole_inputs(style: Style, prepared: bool) -> Style:
-    """Returns the style for a module whose inputs and outputs are whole, as the plain module's are."""
+    """Returns ``style`` without its splits of the sequence, so that its module can be compared with the plain
+    one on whole inputs. Raises NotProven if the style can't do without. ``prepared``: whether the comparison
+    includes the ``PrepareInput`` that prepares the module's input."""
     if isinstance(style, TorchStyle):
         raise NotProven("torch's styles need the mesh")
     if isinstance(style, SequenceParallel):
@@ -488,7 +503,7 @@ _MIXING = re.compile(
 
 @functools.cache
 def _mixes(cls: type) -> bool:
-    """Whether a class calls an operation that isn't elementwise, as far as its source shows."""
+    """Whether the class's source calls an operation that isn't elementwise; True if there is no source."""
     trees = method_trees(cls)
     if trees is None:
         return True

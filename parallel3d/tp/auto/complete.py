@@ -1,10 +1,12 @@
-"""Completion: a model's own plan, corrected where a run of the model shows that it is wrong.
+"""The plan that ``"auto"`` stands for: the model's own, completed, or a derived one.
 
-The model runs once, without weights, which shows what the outputs of split layers meet. What lies between
-them is proven, as a derived plan is (``prove.py``), once for blocks that are alike. Two corrections are
-certain: a parameter without a rule whose gradient is a part on each rank gets it summed; one that holds
-something for each head is split with the heads. A block with any other error stays whole on every rank, which
-is always right.
+Completion corrects a model's own plan where a run of the model shows that it is wrong.
+
+The model runs once, without weights, which shows the operations on the outputs of split layers. The code
+between them is compared with the plain model's, as for a derived plan (``prove.py``), once for blocks that
+are alike. Two corrections are certain: a parameter without a rule whose gradient is a partial sum on each
+rank gets it summed; one with values for each head is split with the heads. A block with any other error is
+left whole (computed in full on every rank), which is always right.
 """
 
 import inspect
@@ -17,10 +19,19 @@ from torch import nn
 from parallel3d._trace.copies import NotCopied
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.check import PlanCheck
-from parallel3d.tp.auto.derive import DidNotRun, Group, Kinds, default_settings, run_once
+from parallel3d.tp.auto.derive import (
+    DidNotRun,
+    Group,
+    Kinds,
+    default_settings,
+    derive_plan,
+    hook_between,
+    run_once,
+)
 from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof
 from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, common_path, find_layers, inside, join
+from parallel3d.tp.lora import without_adapters
 from parallel3d.tp.parts import hooks_on_parts, refused_hook
 from parallel3d.tp.resolve import (
     PlanSource,
@@ -36,9 +47,38 @@ from parallel3d.tp.styles.base import is_plain, own_params
 Rules = dict[str, Rule]
 
 
+def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, Rule]:
+    """Returns the plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and pass instead.
+
+    A Hugging Face model (transformers 5) has its own plan. Its rules that match nothing in this model are
+    left out, and rules that it lacks are added. Each kind of block is proven on random numbers, whatever
+    code runs in it; one in which a rank would compute something else stays whole. For a model without a
+    plan one is derived, see ``parallel3d.tp.auto.derive.derive_plan``.
+
+    Args:
+        model: a plain model, possibly on the meta device.
+        tp_size: the number of ranks of the ``tp`` axis.
+        example: ``(args, kwargs)`` of a small batch for the model's forward. By default a Hugging Face
+            model's ``dummy_inputs``, or a guess from the first module with weights.
+
+    Raises:
+        PlanError: the model has no plan and none can be derived, or its plan would be wrong here.
+    """
+    return dict(choose(model, tp_size, example).rules)
+
+
+def choose(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
+    """Returns the plan of :func:`auto_plan` with the reason for each rule and the notes for the report."""
+    model = without_adapters(model)  # whose styles follow from those of their layers
+    if merged_plan(model):
+        return hf_plan(model, tp_size, example)
+    return derive_plan(model, tp_size, example)
+
+
 @dataclass(frozen=True)
 class _Fault:
-    """What is wrong, and the smallest module around it; ``""``: it is in no block."""
+    """An error in a model's own plan. ``block``: path of the smallest module around it, whose rules can be
+    left out; ``""`` if it is in no block."""
 
     text: str
     block: str
@@ -46,12 +86,9 @@ class _Fault:
 
 @dataclass
 class _Completion:
-    """Collects the completed rules of ``model``: rules that are added, each with its reason, and rules that
-    are left out, each with a note.
-
-    Attributes:
-        unproven: groups that could not be compared with the plain computation.
-    """
+    """Corrects ``rules``, a model's own plan, by calls of ``step``. ``why``: pattern -> reason of each added
+    rule; ``notes``: what was changed; ``unproven``: groups that could not be compared with the plain
+    model."""
 
     model: nn.Module
     rules: Rules
@@ -61,16 +98,14 @@ class _Completion:
     notes: list[str] = field(default_factory=list)
     unproven: dict[str, None] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Raises PlanError: an error lies in no block that could be left whole, or in every layer's."""
+    def __post_init__(self) -> None:
         self.proven: dict[Any, Proof | NotEqual] = {}
         self.names = _names(self.model)
         self.kinds = Kinds(dict(self.model.named_modules()), self.trace)
-        while self._step():
-            pass
 
-    def _step(self) -> bool:
-        """Corrects one thing; whether there was one."""
+    def step(self) -> bool:
+        """Makes one correction of ``rules``; returns False if there was nothing to correct. Raises PlanError
+        if an error is in no block that could be left whole, or in the blocks of every layer."""
         resolution = resolve(self.model, PlanSource(self.rules), self.tp, strict=False)
         if resolution.ruled.keys() - resolution.rules.keys():
             return False  # styles that don't fit their modules, which ``resolve_plan`` reports
@@ -106,7 +141,7 @@ class _Completion:
     # ---- what the run shows ----
 
     def _needless(self, check: PlanCheck) -> list[str]:
-        """Returns the rules that would sum gradients that are whole already."""
+        """Returns the rules that would sum over tp gradients which are complete on each rank already."""
         whole: list[str] = []
         for name, one in check.ruled.items():
             if isinstance(one.style, Replicated) and one.style.tp_grad == "partial":
@@ -116,21 +151,17 @@ class _Completion:
         return [p for p in self.rules if any(matches(p, name) for name in whole)]
 
     def _met(self, check: PlanCheck, path: str) -> set[str]:
-        """Returns the layers whose outputs, parts or gradients of parts, a parameter is used with."""
+        """Returns the layers with split outputs (or outputs whose gradients are partial sums) that an
+        operation combines with the parameter at ``path``."""
         ropes = {name for name, one in check.ruled.items() if isinstance(one.style, RopeOutput)}
         return self.trace.uses.get(path, set()) & (check.ups.keys() | ropes)
 
     def _faults(self, check: PlanCheck) -> Iterator[_Fault]:
         ups, reads = check.ups.keys(), self.trace.reads
-        for path, by in check.split_params.items():
-            own = path.rpartition(".")[0]
-            if path in self.trace.read_directly and (own == by or own not in check.ruled):
-                linear = by in check.ups or by in check.downs
-                yield _Fault(
-                    f"the model's code reads a parameter of {by!r}, which is split, by "
-                    f"{self.trace.read_directly[path]}",
-                    _around([by]) if linear else "",
-                )
+        for path, by in check.read_outside(self.trace):
+            text = f"the model's code reads a parameter of {by!r}, which is split, by "
+            linear = by in check.ups or by in check.downs
+            yield _Fault(text + self.trace.read_directly[path], _around([by]) if linear else "")
         for name, one in check.ruled.items():
             parts = reads.get(name, frozenset()) & ups
             if name in check.downs:
@@ -149,12 +180,10 @@ class _Completion:
     # ---- what lies between split layers ----
 
     def _correct(self, check: PlanCheck, group: Group) -> bool:
-        """Corrects what is wrong in one group; whether something is."""
-        for name, module in check.modules.items():
-            between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
-            if between and (hook := hooks_on_parts(module, True, True)):
-                self._leave_whole(_Fault(refused_hook(hook, name), group.owner))
-                return True
+        """Corrects the rules of one group if they are wrong; returns whether it changed something."""
+        if (found := hook_between(group.owner, check.modules, self.trace)) is not None:
+            self._leave_whole(_Fault(refused_hook(*found), group.owner))
+            return True
         proof = self._proof(check, group)
         if isinstance(proof, NotProven):
             around = numberless(group.owner) or type(self.model).__name__
@@ -190,7 +219,8 @@ class _Completion:
         return self.proven[key]
 
     def _split_with_heads(self, check: PlanCheck, group: Group) -> Rules:
-        """Returns rules that split what has a part for each head, if the group is right with them."""
+        """Returns rules that split parameters with values for each head over tp, if the group computes the
+        same with them; else no rules."""
         cut = {
             path: "colwise"
             for path, met in self.trace.uses.items()
@@ -208,7 +238,7 @@ class _Completion:
         return {}
 
     def _added(self, check: PlanCheck, group: Group, styles: dict[str, str]) -> Rules:
-        """Returns rules for parameters in all layers; notes their reasons."""
+        """Returns ``styles`` (path -> style name) as rules for all layers; notes the reason for each."""
         added: Rules = {}
         for path, style in styles.items():
             owner = path.rpartition(".")[0]
@@ -233,7 +263,7 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def _around(paths: list[str]) -> str:
-    """Returns the smallest module around all ``paths``, which it isn't itself."""
+    """Returns the smallest module around all ``paths``; for one path its parent."""
     return common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0]
 
 
@@ -241,22 +271,16 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(set(names))))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return any(is_plain(module, kind) for kind in (nn.Linear, nn.Embedding, nn.MultiheadAttention))
-
-
 def complete(model: nn.Module, rules: Rules, tp: int, example: Any = None) -> PlanSource:
-    """Returns the completed rules, and the parts of the model that could not be checked.
-
-    If the model can't be run, the models inside it that have a plan are run instead.
-
-    Raises:
-        PlanError: an error is outside of blocks that could be left whole, or in the blocks of every layer.
-    """
+    """Returns the model's own ``rules``, corrected and completed. If the model can't be run, the models
+    inside it that have a plan are run instead. Raises PlanError if an error is in no block that could be left
+    whole, or in the blocks of every layer."""
     ruled = resolve(model, PlanSource(rules), tp, strict=False).ruled_in_order()
     named = dict(model.named_modules())
     # One operation is what is ruled, or plain: a router puts out something else than a linear layer does.
-    known = {one.name for one in ruled} | {name for name, m in named.items() if _is_plain(m)}
+    kinds = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+    plain = {name for name, m in named.items() if any(is_plain(m, kind) for kind in kinds)}
+    known = {one.name for one in ruled} | plain
     layers = {name: layer for name, layer in find_layers(model).items() if name in known}
     # Experts give back a tensor like the first that they get. Without a rule they are known by their name.
     experts = {one.name for one in ruled if isinstance(one.style, Experts)}
@@ -278,7 +302,8 @@ def complete(model: nn.Module, rules: Rules, tp: int, example: Any = None) -> Pl
         if path:
             failed = f"only the models inside {type(model).__name__} were looked at: {unproven[0]}"
         done = _Completion(model, rules, tp, trace, why, notes)
-        done.run()
+        while done.step():
+            pass
         rules = done.rules
         unproven += done.unproven
     notes += [failed] if failed else []
@@ -295,21 +320,14 @@ def _models_inside(model: nn.Module, path: str = "") -> Iterator[str]:
             yield from _models_inside(child, inner)
 
 
-# The plan of a Hugging Face model: merged as transformers merges it, without importing it.
-#
-# It is in ``_tp_plan`` of the model and of the models inside it, and in ``config.base_model_tp_plan`` of base
-# models. transformers 5.23 merges these when a model is made; earlier releases merge fewer of them, so it is
-# done here again, which changes nothing where it was done already.
-
-
-def has_hf_plan(model: nn.Module) -> bool:
-    """Whether the model, or a model inside it, has a plan."""
-    return bool(merged_plan(model))
+# A Hugging Face model's plan is in ``_tp_plan`` of the model and of the models inside it, and in
+# ``config.base_model_tp_plan`` of base models. transformers 5.23 merges these when a model is made; earlier
+# releases merge fewer of them, so it is done here again, which changes nothing where it was done already.
 
 
 def merged_plan(model: nn.Module) -> dict[str, str]:
-    """Returns the model's rules and those of the models inside it, with their paths in front; where two have
-    the same pattern, the outer model's counts."""
+    """Returns the rules of a Hugging Face model and of the models inside it, with their paths put before the
+    patterns; of two rules with the same pattern, the outer model's is kept."""
     plan = _rules_of(model, "_tp_plan")
     config = getattr(model, "config", None)
     if getattr(model, "base_model", None) is model:
@@ -330,8 +348,8 @@ def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
 
 
 def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
-    """Returns the model's plan, without the rules that match nothing here, completed. Raises PlanError if
-    none of its rules matches, or it is wrong in a way that can't be corrected."""
+    """Returns the plan of a Hugging Face model, completed, without the rules that match nothing in it. Raises
+    PlanError if none of its rules matches, or it is wrong in a way that can't be corrected."""
     own = merged_plan(model)
     names = _names(model)
     rules: Rules = _without_overlaps(own, names)
@@ -348,16 +366,14 @@ def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
 
 
 def _names(model: nn.Module) -> list[str]:
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    every = (model.named_modules, model.named_parameters)
+    return [name for named in every for name, _ in named(remove_duplicate=False)]
 
 
 def _without_overlaps(plan: Mapping[str, str], names: list[str]) -> Rules:
-    """Returns ``plan`` changed so that each name matches one rule.
-
-    Of two rules that match a name the one counts whose ``*`` match only numbers, as in transformers, or else
-    the more specific one. The other is replaced by one rule for each name that it keeps.
-    """
+    """Returns ``plan`` changed so that each of ``names`` matches one rule. Of two rules for a name, the one
+    whose ``*`` match only numbers is kept, as in transformers, or else the more specific one; the other rule
+    is replaced by one rule for each name that it keeps."""
     kept: dict[str, list[str]] = {pattern: [] for pattern in plan}
     for name in names:
         matching = [pattern for pattern in plan if matches(pattern, name)]

@@ -1,6 +1,7 @@
 """derive_plan: the tensor-parallel plan of a model that has none of its own.
 
-Groups of layers that may be split together are read off a trace; ways to split them are tried, and proven.
+A trace of the model shows groups of linear layers that may be split together; for each group, ways to split
+it are tried until one computes the same as the plain module.
 """
 
 import inspect
@@ -53,10 +54,12 @@ from parallel3d.tp.styles.base import own_params
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers that may be split together: ``ups`` by output features, ``downs`` by input features.
+    """Linear layers that may be split together: ``ups`` by output features, ``downs`` by input features, as
+    paths.
 
     The outputs of ``ups`` are read by ``downs`` and by no other layer. The group of a derived plan has one
-    layer in ``downs``. ``owner`` is the innermost module around all of them whose forward is called."""
+    layer in ``downs``. ``owner`` is the innermost module around all of them whose forward is called.
+    """
 
     owner: str
     ups: tuple[str, ...]
@@ -68,18 +71,17 @@ class Group:
 
 
 def ends_of(group: Group) -> dict[str, bool]:
-    """Returns the layers at which a proof of the group begins (True) and ends, by path in the owner."""
+    """Returns the outer layers of a group, those not both in ``ups`` and in ``downs``: path from the owner ->
+    whether the layer is in ``ups``."""
     both = set(group.ups) & set(group.downs)
     names = [name for name in group.members if name not in both]
     return {inside(name, group.owner): name in group.ups for name in names}
 
 
 def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
-    """Returns the groups, and a dict: linear layer that is in no group -> the reason.
-
-    A layer between two others is in two groups, of which only one may be split. Groups of more layers come
-    first (q, k and v before the layer that computes their input), then those earlier in the model.
-    """
+    """Returns the groups, and for each linear layer that is in no group the reason why. Groups of more layers
+    come first (q, k and v before the layer that computes their input), then those earlier in the model. A
+    layer between two others is in two groups, of which only one may be split."""
     linear = [name for name in trace.reads if name in layers and layers[name].kind == "linear"]
     why_not: dict[str, str] = {}
     ups: dict[str, list[str]] = {}
@@ -111,22 +113,31 @@ def _why_alone(readers: list[str]) -> str:
 
 
 def owner_of(names: list[str], trace: Trace) -> str | None:
-    """Returns the innermost module around ``names`` whose call is in the trace."""
+    """Returns the path of the innermost module that contains all modules ``names`` and was called in the
+    trace."""
     owner = common_path([name.rpartition(".")[0] for name in names])
     while owner and owner not in trace.calls:
         owner = owner.rpartition(".")[0]
     return owner if owner in trace.calls else None
 
 
+def hook_between(owner: str, modules: Mapping[str, Any], trace: Trace) -> tuple[str, str] | None:
+    """Returns (hook, path of its module) of a hook of a module inside ``owner`` that would see only this
+    rank's part of a tensor; None if there is none."""
+    inner = (name for name in modules if is_in(name, owner) and name != owner)
+    hooks = ((hooks_on_parts(modules[n], True, True), n) for n in inner if n in trace.calls)
+    return next((found for found in hooks if found[0]), None)
+
+
 class Kinds:
-    """Tells which groups are alike, so that one proof is enough for them."""
+    """Finds groups that are alike in modules and inputs, as those of all layers: one proof is enough."""
 
     def __init__(self, modules: Mapping[str, Any], trace: Trace) -> None:
         self._modules, self._trace = modules, trace
         self._varying: dict[tuple[type, str], bool] = {}
 
     def of(self, group: Group) -> Any:
-        """Returns a value that is equal for groups that are alike."""
+        """Returns a key of the group: equal keys mean equal classes, attributes, shapes and inputs."""
         numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
         about = []
         for name, module in self._modules[group.owner].named_modules():
@@ -144,7 +155,7 @@ class Kinds:
         return tuple(about), members, describe((call.args, call.kwargs))
 
     def _varies(self, module: nn.Module, key: str) -> bool:
-        """Whether modules of this class have different values of an attribute, such as a layer's number."""
+        """Whether the attribute ``key`` differs between modules of this class, as a layer's number does."""
         kind = type(module)
         if (kind, key) not in self._varying:
             values = {repr(vars(m).get(key)) for m in self._modules.values() if type(m) is kind}
@@ -158,8 +169,8 @@ _MOST_WAYS = 24  # a wrong one costs a forward of one block on each rank
 def ways_to_split(
     group: Group, model: nn.Module, trace: Trace, layers: dict[str, Layer]
 ) -> Iterator[dict[str, Style]]:
-    """Yields ways to split the group, path in the model -> style, the most likely first. Most are wrong; the
-    proof tells which is right."""
+    """Yields dicts (path in the model -> style) that split the group's layers, the most likely first. Most
+    are wrong; the proof tells which is right."""
     modules = dict(model.named_modules())
     features: list[tuple[set[int], dict[str, Style]]] = []
     for cut in _cuts(group, trace, layers):
@@ -179,7 +190,8 @@ def ways_to_split(
 
 
 def _head_arguments(owner: nn.Module, call: FirstCall) -> Iterator[Style]:
-    """Yields styles that split those of the owner's arguments that may have a part for each head."""
+    """Yields ``HeadArguments`` styles for the owner: they split those of its forward's arguments that may
+    have one slice for each head, such as a position bias."""
     arguments = inspect.signature(owner.forward).bind(*call.args, **call.kwargs).arguments
     tensors = {
         name: value
@@ -202,7 +214,8 @@ def _head_arguments(owner: nn.Module, call: FirstCall) -> Iterator[Style]:
 def _cuts(
     group: Group, trace: Trace, layers: dict[str, Layer]
 ) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yields for each layer the sizes of the sections of its output features; () is none."""
+    """Yields dicts: layer of ``ups`` -> sizes of the sections (q, k, v; gate, up) that its output features
+    may consist of; () means that it has no sections."""
     seen = {name: trace.cuts.get(name, ()) for name in group.ups}
     plain: dict[str, tuple[int, ...]] = dict.fromkeys(group.ups, ())
     yield seen
@@ -218,7 +231,8 @@ def _cuts(
 def _local_sizes(
     group: Group, modules: dict[str, Any], sizes: set[int]
 ) -> Iterator[dict[str, Style]]:
-    """Yields choices of int attributes of the modules around the group to be made local, by module."""
+    """Yields dicts: module around the group's layers -> ``LocalSizes`` with names of its int attributes to
+    divide by tp. Attributes that equal one of ``sizes``, sizes of split features, come first."""
     likely: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
     for path, module in modules.items():
@@ -246,16 +260,16 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSour
     """Derives a plan for ``model`` by running it once, and proves it before it is returned.
 
     A copy without weights runs, which shows the linear layers whose outputs are read by one other linear
-    layer and by nothing else: q, k and v by the output projection, gate and up by down. Such a group is
-    split over ``tp`` if the module around it then computes the same: forward and gradients, with random
-    weights in float64, on ``tp_size`` ranks that are threads of this process. What isn't proven stays whole,
-    with the reason in the plan's notes. The vocabulary of the embedding, and of the head, is split too.
+    layer and by nothing else: q, k and v by the output projection, gate and up by down. Such a group is split
+    over ``tp`` if the module around it then computes the same: forward and gradients, with random weights in
+    float64, on ``tp_size`` ranks that are threads of this process. What isn't proven stays whole, with the
+    reason in the plan's notes. The vocabulary of the embedding, and of the head, is split too.
 
     Nothing depends on weights, time or the rank: all ranks derive the same plan. They needn't communicate,
     and a process group may exist. The arguments are those of :func:`auto_plan`.
 
     Raises:
-        PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
+        PlanError: the model can't be run, or no layer of it can be split; lists the reasons.
     """
     with default_settings():
         return _Derivation(model, tp_size, example).plan()
@@ -263,8 +277,8 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSour
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """Within it torch's default dtype, device, modes and seed are the initial ones, not the caller's, and
-    operations are run, also in a dry run."""
+    """A context in which torch's default dtype, device, modes and seed are those of a new process, not the
+    caller's, and operations compute numbers even in a dry run."""
     dtype = torch.get_default_dtype()
     with (
         simulation_off(),
@@ -282,7 +296,7 @@ def default_settings() -> Iterator[None]:
 
 
 class DidNotRun(Exception):
-    """The model ran on no input. ``tries`` has the result of each input, one per line."""
+    """The model raised on every input that was tried. ``tries`` has a line with the error for each input."""
 
     def __init__(self, message: str, tries: str) -> None:
         super().__init__(message)
@@ -292,8 +306,13 @@ class DidNotRun(Exception):
 def run_once(
     model: nn.Module, layers: dict[str, Layer], example: Any = None, path: str = ""
 ) -> Trace:
-    """Returns the trace of ``model``, or of the module at ``path`` in it, on ``example``, or else on an input
-    that may fit it. Raises DidNotRun, NotCopied."""
+    """Runs ``model``, or the module at ``path`` in it, once without weights, and returns the trace: which
+    layers read which others. Raises DidNotRun, or NotCopied if the model can't be copied.
+
+    Args:
+        layers: path -> layer: the modules that the trace runs as one operation each.
+        example: the input, (args, kwargs); by default guessed inputs are tried until one works.
+    """
     inputs = (
         [check_example(example)]
         if example is not None
@@ -322,12 +341,6 @@ _MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in flo
 _Proven = tuple[Group, dict[str, Style]] | str
 
 
-def _signature(model: nn.Module) -> str:
-    """Returns the names of what the model's forward takes, at most eight."""
-    names = list(inspect.signature(model.forward).parameters)
-    return f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
-
-
 class _Derivation:
     def __init__(self, model: nn.Module, tp: int, example: Any) -> None:
         self.model, self.tp = model, tp
@@ -339,10 +352,12 @@ class _Derivation:
                 f"a plan for {type(model).__name__} can't be derived: {error}"
             ) from error
         except DidNotRun as error:
+            names = list(inspect.signature(model.forward).parameters)
+            taken = f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
             raise PlanError(
                 f"a plan for {type(model).__name__} can't be derived: the model must run once, and {error}. "
                 f"Give parallelize checks=Checks(example=(args, kwargs)), or auto_plan the example: a small "
-                f"batch of its forward{_signature(model)}{error.tries}"
+                f"batch of its forward{taken}{error.tries}"
             ) from None
         self.modules = dict(model.named_modules())
         self.layers = layers
@@ -379,8 +394,8 @@ class _Derivation:
         return PlanSource(rules, why, tuple(self._notes()), "derived")
 
     def _warn_of_whole(self, own: list[str]) -> None:
-        """Warns of layers that stay whole, with the reasons, if they have many parameters or are in ``own``,
-        the layers with forwards of their own."""
+        """Warns of layers that stay whole on every rank, with the reasons, if they hold many of the model's
+        parameters or if ``own``, the layers with forwards of their own, has any."""
         layers = [n for n in self.layers if self._kind(n) in ("linear", "embedding")] + own
         whole = [name for name in layers if name not in self.styles and name in self.refused]
         params = {id(p): p.numel() for p in self.model.parameters()}
@@ -404,10 +419,8 @@ class _Derivation:
             if path in self.trace.read_directly:
                 return f"{path} is read by {self.trace.read_directly[path]} outside its module"
         call, owner = self.trace.calls[group.owner], self.modules[group.owner]
-        for name, module in self.modules.items():
-            between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
-            if between and (hook := hooks_on_parts(module, True, True)):
-                return refused_hook(hook, inside(name, group.owner))
+        if (found := hook_between(group.owner, self.modules, self.trace)) is not None:
+            return refused_hook(found[0], inside(found[1], group.owner))
         ends = ends_of(group)
         size = cost(owner, ends)
         if size > _MOST_PARAMETERS:
@@ -426,13 +439,16 @@ class _Derivation:
                 added = {join(group.owner, name): style for name, style in extra.items()}
                 return group, {**way, **added}
             except (NotEqual, PlanError) as error:
-                errors.setdefault(str(error), _describe_sizes(way, group))
+                local = ((n, style) for n, style in styles.items() if isinstance(style, LocalSizes))
+                sizes = ", ".join(join(n, size) for n, style in local for size in style.names)
+                errors.setdefault(str(error), f"with {sizes} of a rank's part: " if sizes else "")
         first, *others = errors
         second = next((f"; {errors[error]}{error}" for error in others if errors[error]), "")
         return f"{first}{second}"
 
     def _partial(self, owner: nn.Module, proof: Proof) -> dict[str, Style]:
-        """Returns styles for parameters whose gradients were partial in the proof."""
+        """Returns styles that sum the gradients over tp for the modules whose parameters had partial sums as
+        gradients in the proof. Raises NotEqual if that is so for only some parameters of a module."""
         modules = dict(owner.named_modules())
         styles: dict[str, Style] = {}
         for path in proof.partial:
@@ -445,7 +461,8 @@ class _Derivation:
         return styles
 
     def _accept(self, group: Group, proven: _Proven) -> None:
-        """Records the styles of the group's modules, as proven of a group that is alike, or the reason."""
+        """Records the result for ``group``: ``proven`` holds the styles of a group of the same kind, or the
+        reason why it can't be split."""
         if isinstance(proven, str):
             if len(group.members) > 1:
                 members = ", ".join(inside(name, group.owner) for name in group.members)
@@ -479,7 +496,7 @@ class _Derivation:
         return f"sizes its forward uses on the parts that {down} reads"
 
     def _fits(self, style: Style, name: str) -> bool:
-        """Whether ``style`` can split the module; records the reason why it can't."""
+        """Whether ``style`` can split the module at ``name``; if not, records the reason in ``refused``."""
         try:
             style.plan(self.modules[name], self.tp)
         except PlanError as error:
@@ -488,11 +505,9 @@ class _Derivation:
         return True
 
     def _vocabulary(self) -> None:
-        """Splits the embedding of the model's input, modules tied to it, and heads over its vocabulary.
-
-        This needs no proof: they take and return whole tensors, so that it matters only that they are called
-        and that no other module reads their parameters.
-        """
+        """Splits the model's input embedding, modules tied to it, and output heads over the vocabulary. This
+        needs no proof, since these modules take and return whole tensors, if no other module reads their
+        parameters."""
         tables = [
             name
             for name, layer in self.layers.items()
@@ -537,7 +552,8 @@ class _Derivation:
             self.refused.pop(head, None)
 
     def _with_own_forward(self) -> list[str]:
-        """Returns the linear layers and embeddings that were called and whose own forward isn't known."""
+        """Returns the linear layers and embeddings whose class overrides forward in a way that can't be
+        split, and records that reason."""
         own = [
             name
             for name, module in self.modules.items()
@@ -553,8 +569,8 @@ class _Derivation:
         return own
 
     def _split_shared(self, head: str) -> bool:
-        """Whether the head's parameters can be split although other modules own them too. Such modules get
-        rules that split the parameters the same way, if they don't read them."""
+        """Whether the head's parameters can be split although other modules hold them too. A module that only
+        holds the bias and doesn't read it gets a rule that splits it the same way."""
         own = {id(p) for p in own_params(self.modules[head]).values()}
         for name, module in self.modules.items():
             layer = self.layers.get(name)
@@ -573,7 +589,7 @@ class _Derivation:
         return True
 
     def _notes(self) -> list[str]:
-        """Returns the reasons why modules stay whole, with patterns for names of which all are among them."""
+        """Returns a note for each reason why modules stay whole, with their names; ``*``: of all layers."""
         grouped: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             grouped.setdefault(re.sub(r"\.\d+\b", ".*", reason), []).append(name)
@@ -591,13 +607,3 @@ class _Derivation:
 _WHOLE = "derived, left whole: "
 _MANY = 0.2  # of a model's parameters: as many are worth a word if they stay whole
 _UNINTERESTING = re.compile(r"detach|clone|alias|empty_like|new_zeros|copy|_?to_copy|sym_size")
-
-
-def _describe_sizes(way: dict[str, Style], group: Group) -> str:
-    changed = [
-        join(inside(name, group.owner), size)
-        for name, style in way.items()
-        if isinstance(style, LocalSizes)
-        for size in style.names
-    ]
-    return f"with {', '.join(changed)} of a rank's part: " if changed else ""

@@ -66,12 +66,9 @@ _ROLES: tuple[tuple[Role, set[str]], ...] = (
 def find_attention(
     ruled: dict[int, RuledModule], modules: dict[str, nn.Module]
 ) -> Iterator[Attention]:
-    """Yields the attention layers with linear layers that have ``Colwise(output="shard")``.
-
-    Args:
-        ruled: see ``Resolution``.
-        modules: path -> module of the model.
-    """
+    """Yields the attention layers whose query, key and value projections are split
+    (``Colwise(output="shard")``). ``ruled``: id of a module -> the module with its style; ``modules``: path
+    -> module."""
     colwise: dict[str, list[Projection]] = {}  # by parent
     rowwise: dict[str, list[Projection]] = {}
     for one in ruled.values():
@@ -114,7 +111,7 @@ def _role(name: str) -> Role:
 
 
 def _with_heads(layer: Attention) -> Attention:
-    """Returns the layer with its numbers of heads, or the reason why they aren't known."""
+    """Returns ``layer`` with its numbers of heads, or with the reason (``why``) if they aren't known."""
     if not layer.outputs:
         return replace(layer, why="no linear split by its input features follows it")
     size = _own(layer.module, HEAD_SIZES)
@@ -164,7 +161,7 @@ def _own(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
-    """Yields the module's ints with one of ``names``, then its config's."""
+    """Yields the int values of attributes ``names`` of the module, then those of its ``config``."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             try:
@@ -178,13 +175,9 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
 def resolve(
     model: nn.Module, source: PlanSource, tp: int, *, strict: bool, tied: bool = True
 ) -> Resolution:
-    """Resolves the rules of ``source`` against ``model``, so that every rank has whole heads. Errors are
-    collected in the result's ``problems``.
-
-    Args:
-        strict: whether a rule that matches nothing is a problem, or a note.
-        tied: whether modules tied to one that splits the vocabulary get its style.
-    """
+    """Resolves the rules of ``source`` against ``model`` for ``tp`` ranks, and changes styles so that every
+    rank has whole attention heads. Errors are collected in the result's ``problems``. ``strict``: a rule that
+    matches nothing is an error; ``tied``: modules tied to one with a split vocabulary get its style."""
     resolution = Resolution(model, tp)
     resolution.notes += source.notes
     resolution.add_plan(source, strict=strict)
@@ -201,7 +194,7 @@ def resolve(
 
 
 def _whole(style: Style) -> Style | None:
-    """Returns the style's counterpart in a layer that every rank computes whole, or None."""
+    """Returns what replaces ``style`` if every rank computes the whole attention layer, or None."""
     if isinstance(style, Colwise):
         return replace(style, output="replicate")
     if isinstance(style, Rowwise):
@@ -214,7 +207,7 @@ def _whole(style: Style) -> Style | None:
 
 
 class _Alignment:
-    """The change of one attention layer's styles."""
+    """Changes an attention layer's styles so that each rank has whole heads, or computes the whole layer."""
 
     def __init__(self, resolution: Resolution, layer: Attention) -> None:
         self.resolution, self.layer, self.tp = resolution, layer, resolution.tp
@@ -245,7 +238,8 @@ class _Alignment:
             self.share()
 
     def share(self) -> None:
-        """Gives each rank whole heads."""
+        """Splits the key and value heads among the ranks, each with its query heads; if there are too few of
+        them, calls ``group_kv_heads``."""
         kv = share_out(self.kv_heads, self.tp)
         even, shared = self.kv_heads % self.tp == 0, self.kv_heads < self.tp
         try:
@@ -265,7 +259,8 @@ class _Alignment:
         self.set_attributes([n * self.layer.group for n in kv], kv)
 
     def group_kv_heads(self) -> None:
-        """Gives each rank query heads, and the key and value heads that they attend to."""
+        """For fewer key and value heads than ranks: splits the query heads among the ranks, and gives each
+        rank copies of the key and value heads that its query heads attend to."""
         layer, tp = self.layer, self.tp
         attended = attended_heads(self.heads, self.kv_heads, tp)
         query, kv_heads, group = [len(heads) for heads in attended], attended, 1
@@ -290,7 +285,7 @@ class _Alignment:
         self.note(f"ranks share key and value heads: {self.kv_heads} for {self.heads} query heads")
 
     def keep_whole(self, why: str) -> None:
-        """Makes every rank compute the whole layer."""
+        """Changes the styles so that every rank computes all heads; adds a note with the reason."""
         for key, ruled in self.inside():
             style = _whole(ruled.style)
             if style is not None:
@@ -305,7 +300,7 @@ class _Alignment:
         self.note(f"every rank computes the whole layer: {why}")
 
     def inside(self) -> list[tuple[int, RuledModule]]:
-        """Returns the modules with a style in the layer, the layer itself among them."""
+        """Returns (id, module with its style) of the layer, modules in it and its output projections."""
         name, outputs = self.layer.name, {id(p.ruled.module) for p in self.layer.outputs}
         return [
             (key, ruled)
@@ -314,7 +309,8 @@ class _Alignment:
         ]
 
     def split_heads(self, p: Projection, heads: int) -> None:
-        """Gives each rank whole ones of a projection's ``heads``, or groups of heads."""
+        """Changes the style of projection ``p`` so that each rank has whole heads; ``heads`` is the number of
+        heads, or of groups of heads that stay together."""
         sections = self.sections(p)
         if uneven := [n for n in sections if n % heads]:
             raise PlanError(
@@ -325,13 +321,14 @@ class _Alignment:
         self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=style)
 
     def sections(self, p: Projection) -> tuple[int, ...]:
-        """Returns the sizes of the sections of a projection's features."""
+        """Returns the sizes of the sections of a projection's split features, as of a fused q, k and v."""
         style = p.ruled.style
         assert isinstance(style, (Colwise, Rowwise)) and not isinstance(style.packed, Packing)
         return sections_of(p.ruled.name, p.size, style.packed)
 
     def split_params(self, heads: int) -> None:
-        """Gives each rank its heads' part of the layer's own parameters that the plan splits."""
+        """Changes the rules of the layer's own parameters that the plan splits, so that each rank has the
+        values of its heads. Raises PlanError if a size isn't divisible by ``heads``."""
 
         def split(style: Style, param: Tensor | None) -> Style:
             if param is None or not isinstance(style, Colwise):
@@ -351,7 +348,8 @@ class _Alignment:
                 self.resolution.ruled[key] = replace(ruled, style=style)
 
     def note(self, message: str) -> None:
-        """Adds a note, once for all layers."""
+        """Adds ``message`` about the layer to the notes of the plan's report, once for all layers of a
+        model."""
         note = f"{numberless(self.layer.name)!r}: {message}"
         if note not in self.resolution.notes:
             self.resolution.notes.append(note)
@@ -359,7 +357,9 @@ class _Alignment:
     def set_attributes(
         self, heads: Sequence[int], kv: Sequence[int], group: int | None = None
     ) -> None:
-        """Plans the values of the module's attributes on ranks with these numbers of heads."""
+        """Adds to the resolution's attributes those of the layer that depend on numbers of heads. ``heads``,
+        ``kv``: numbers of query heads, and of key and value heads, on each rank; ``group``: query heads for
+        each of the latter, if not as in the plain layer."""
         layer = self.layer
         named = {
             **dict.fromkeys(NUMBERS, (self.heads, heads)),

@@ -1,7 +1,8 @@
-"""Proof of a plan for one module: with random weights, the module split over ranks computes the same.
+"""A comparison that proves a plan for one module: split over ranks, it computes the same as the plain module.
 
-The module runs in float64, plain and on ranks that are threads, forward and backward. Where it draws random
-numbers for dropout, each is replaced by its mean, so that training's code runs and is comparable.
+The module has random weights in float64. It runs forward and backward, once plain and once on ranks that are
+threads of this process. Random numbers that it draws for dropout are replaced by their mean, so that the code
+for training runs and its results can be compared.
 """
 
 import functools
@@ -38,13 +39,12 @@ from parallel3d.tp.styles.base import ParamRule, is_plain, own_params
 
 ResultT = TypeVar("ResultT")
 
-
 # The work of a collective, which has finished.
 _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 class _Exchange:
-    """Exchanges tensors between threads: each passes one and gets all."""
+    """Lets ``size`` threads exchange tensors: each passes one and gets the list of all."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -96,7 +96,7 @@ class _ThreadGroup(dist.ProcessGroup):
 
 
 class ThreadAxis(TpAxis):
-    """The ``tp`` axis of one thread. It has no mesh."""
+    """A ``TpAxis`` without a mesh whose ranks are threads of this process; each thread has its own."""
 
     def __init__(self, exchange: _Exchange, rank: int, size: int) -> None:
         self.mesh = None  # type: ignore[assignment]
@@ -106,7 +106,8 @@ class ThreadAxis(TpAxis):
 
 
 def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
-    """Returns ``run(axis)`` of each of ``size`` ranks, which run at once; raises the first rank's error."""
+    """Calls ``run(axis)`` in ``size`` threads at once, one per rank, and returns the results by rank; raises
+    an error of the lowest rank that failed."""
     exchange = _Exchange(size)
 
     def work(rank: int) -> ResultT:
@@ -127,8 +128,6 @@ def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
 
 _TOLERANCE = 1e-8
 _WHOLE = ParamRule(Replicate())
-
-
 OF_WHOLE_INPUT = (
     " (its forward reshapes to sizes of its whole input, such as C // heads with C = x.size(-1): take them "
     "from the module, such as self.head_dim, or write -1)"
@@ -136,21 +135,20 @@ OF_WHOLE_INPUT = (
 
 
 class NotEqual(Exception):
-    """The split module computes something else; the message says what."""
+    """The split module computes something else than the plain one, or raises; the message says what."""
 
 
 class NotProven(NotEqual):
-    """The plain module can't be compared: it doesn't run by itself, or its numbers show nothing."""
+    """The two can't be compared: the plain module doesn't run by itself, or its results say nothing."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of comparing a tensor-parallel module with the plain one.
+    """The result of a comparison that found a tensor-parallel module to be equal to the plain one.
 
     Attributes:
-        difference: the largest difference of an element, divided by the largest absolute value of the tensor.
-        partial: paths in the module of parameters that have no style, and of whose gradient each rank
-            computes only a summand.
+        difference: the largest difference of an element, relative to the largest element of its tensor.
+        partial: paths of parameters without a style whose gradient is a partial sum on each rank.
     """
 
     difference: float
@@ -159,7 +157,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Split:
-    """A module's styles as ``resolve_plan`` settles them: with whole heads, and local attributes."""
+    """How a module is split, after ``resolve``: styles by path, rules by path and parameter's name, and the
+    attributes that differ by rank."""
 
     styles: dict[str, Style]
     rules: dict[str, dict[str, ParamRule]]
@@ -167,7 +166,7 @@ class Split:
 
 
 def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Split:
-    """Resolves a plan of ``styles``, by path in ``module``; raises PlanError with its first problem."""
+    """Resolves ``styles`` (path in ``module`` -> style) for ``tp`` ranks; raises PlanError at a problem."""
     resolution = resolve(module, PlanSource(styles), tp, strict=True, tied=False)
     if resolution.problems:
         raise PlanError(resolution.problems[0])
@@ -181,9 +180,10 @@ def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Sp
 
 @dataclass
 class _Result:
-    values: dict[
-        str, Tensor | None
-    ]  # outputs, the gradients of inputs, and buffers that were changed
+    """What a run computed. ``values``: outputs, gradients of inputs and changed buffers, by a text that names
+    them."""
+
+    values: dict[str, Tensor | None]
     param_grads: dict[str, Tensor | None]
 
 
@@ -193,11 +193,9 @@ code between the layers, and are most of a large model's weights."""
 
 
 def _narrowed(layer: Any, is_up: bool) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes that a layer's parameters have once it is narrowed: id of a parameter -> shape.
-
-    With ``is_up`` its input features are reduced to ``_NARROW``, otherwise its output features. The result is
-    empty if the layer is no plain linear layer, or has no more than ``_NARROW`` of these features.
-    """
+    """Returns id -> smaller shape of a linear layer's parameters: only ``_NARROW`` of the features that
+    aren't split are left, input features if ``is_up``, else output features. Empty for other or smaller
+    layers."""
     if not is_plain(layer, nn.Linear) or layer.weight.shape[int(is_up)] <= _NARROW:
         return {}
     if is_up:
@@ -206,7 +204,8 @@ def _narrowed(layer: Any, is_up: bool) -> dict[int, tuple[int, ...]]:
 
 
 def _take_whole(layer: Any, is_up: bool) -> None:
-    """Makes a layer with narrow parameters take and return tensors of the plain sizes."""
+    """Adds a hook to a layer with narrowed parameters: it cuts the layer's input (``is_up``) or pads its
+    output, to fit."""
     if is_up:
         cut = functools.partial(map_tensors, lambda x: x[..., :_NARROW])
         layer.register_forward_pre_hook(lambda _, *given: cut(given), with_kwargs=True)
@@ -216,7 +215,7 @@ def _take_whole(layer: Any, is_up: bool) -> None:
 
 
 def cost(module: nn.Module, ends: Mapping[str, bool]) -> int:
-    """Returns how many parameters a proof of ``module`` holds; ``ends`` is as in ``Prover``."""
+    """Returns how many parameters a comparison of ``module`` holds; ``ends`` is as in ``Prover``."""
     narrow = _all_narrowed(module, ends)
     return sum(prod(narrow.get(id(p), p.shape)) for p in module.parameters())
 
@@ -229,15 +228,16 @@ def _all_narrowed(module: nn.Module, ends: Mapping[str, bool]) -> dict[int, tupl
 
 
 class Prover:
-    """Compares ``module`` under different splits over ``tp`` ranks with the plain module, on the arguments of
-    ``call``.
+    """Compares ``module``, split over ``tp`` ranks in different ways, with the plain module, on the arguments
+    of ``call``.
 
     Args:
         internal: layers whose outputs may differ by rank. Outputs of the module that depend on them are not
             compared, because nothing outside the module reads them.
         ends: path of a linear layer in the module -> whether its output features are split (True) or its
             input features (False).
-        attributes: also compare tensors with a graph that the forward leaves in attributes of modules.
+        attributes: also compare tensors that require gradients and that the forward leaves in modules'
+            attributes.
     """
 
     def __init__(
@@ -284,12 +284,14 @@ class Prover:
         return model
 
     def prove(self, styles: Mapping[str, Style]) -> Proof:
-        """Shows that the module under ``styles``, by path in it, computes the same. Raises NotEqual if
-        outputs or gradients differ or the split module raised, PlanError if a style doesn't fit."""
+        """Runs the module split by ``styles`` (path in it -> style) and compares it with the plain one.
+        Raises NotEqual if outputs or gradients differ or the split module raises, PlanError if a style
+        doesn't fit."""
         return self.prove_split(resolve_split(self._original, styles, self._tp))
 
     def prove_split(self, split: Split) -> Proof:
-        """As :meth:`prove`, of styles that are settled; raises NotEqual."""
+        """Runs the module split as ``split`` says, and compares it with the plain one; raises NotEqual if it
+        differs."""
         worst, partial = 0.0, set[str]()
         for training in (True, False):
             if training not in self._results:
@@ -307,7 +309,7 @@ class Prover:
         return Proof(worst, tuple(sorted(partial)))
 
     def _random_inputs(self) -> Any:
-        """Returns the call's arguments with random numbers where weights or the model's input decide."""
+        """Returns the call's arguments in float64, random where they depended on weights or the input."""
 
         def fresh(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -403,12 +405,14 @@ class Prover:
         rules: Mapping[str, dict[str, ParamRule]],
         partial: set[str],
     ) -> float:
-        """Returns the largest difference. Adds to ``partial`` the parameters without a rule whose gradients
-        must be summed over tp."""
-        found = [0.0]
-        for result in got:
-            for what, value in want.values.items():
-                found.append(_difference(what, result.values.get(what), value))
+        """Returns the largest relative difference between ``want``, the plain run, and ``got``, one run per
+        rank; raises NotEqual if one is too large. Adds to ``partial`` the parameters without a rule whose
+        gradients must be summed over tp."""
+        found = [
+            _difference(what, result.values.get(what), value)
+            for result in got
+            for what, value in want.values.items()
+        ]
         planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()
@@ -418,9 +422,8 @@ class Prover:
             grad = want.param_grads[name]
             unused = grad is None or not _largest(grad) > 0
             if unused and name.endswith("weight") and self._weights[name].numel():
-                raise NotProven(
-                    f"nothing it puts out depends on {name}, so nothing is proven of it"
-                )
+                text = f"nothing it puts out depends on {name}, so nothing is proven of it"
+                raise NotProven(text)
         # The gradient of a key's bias, which softmax ignores, consists of rounding errors only.
         known = (grad for grad in want.param_grads.values() if grad is not None)
         rounding = 1e-13 * max(map(_largest, known), default=0.0)
@@ -439,11 +442,11 @@ class Prover:
             for rank, g in enumerate(grads):
                 wanted = None if grad is None else (rule or _WHOLE).part(grad, len(got), rank)
                 found.append(_difference(what, g, wanted, rounding))
-        return max(found)
+        return max(found, default=0.0)
 
 
 def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the buffers that a run has changed, such as running means, and restores them."""
+    """Returns the buffers that differ from ``before``, such as running means, and sets them back."""
     changed = {}
     for name, buffer in model.named_buffers():
         old = before.get(name)
@@ -463,13 +466,9 @@ def _differs(got: Tensor | None, want: Tensor | None, rounding: float) -> bool:
 
 
 def _difference(what: str, got: Tensor | None, want: Tensor | None, rounding: float = 0.0) -> float:
-    """Returns the largest difference relative to the largest number of ``want``, or raises NotEqual.
-
-    Args:
-        what: what is compared, for the error.
-        got, want: None where there is none.
-        rounding: differences up to this are ignored; at least 1e-14.
-    """
+    """Returns the largest difference divided by the largest absolute value of ``want``; NotEqual if it is
+    above the tolerance, unless the difference itself is at most ``rounding`` or 1e-14. A tensor that is None
+    counts as zeros."""
     rounding = max(rounding, 1e-14)
     if want is None or got is None:
         there = got if want is None else want
@@ -495,7 +494,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _deterministic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls ``func``: random numbers are their means, and lower precisions in the module's code float64."""
+    """Calls the operation ``func``, with two changes: random masks are replaced by their mean, and an
+    explicit lower dtype by float64."""
     name = func._schema.name
     if name in ("aten::bernoulli_", "aten::bernoulli"):
         in_place = name[-1] == "_"

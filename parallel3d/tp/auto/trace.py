@@ -1,9 +1,9 @@
 """Running a model once, to see which linear layers read which others.
 
-The model is a copy without weights: linear layers and embeddings return random numbers instead of
-computing, so that a trace of any model takes little time and memory. Every tensor has *sources*: the
-layers that it was computed from, back to the nearest layer. They are recorded by storage, so that views
-and in-place operations are seen.
+The model is a copy without weights: linear layers and embeddings return random numbers instead of computing,
+so that a trace of any model takes little time and memory. Every tensor has *sources*: the layers whose
+outputs it was computed from without another layer in between. They are recorded by storage, so that views and
+in-place operations are seen.
 """
 
 import functools
@@ -29,8 +29,9 @@ INPUT, OUTPUT = "(the model's input)", "the model's output"
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that the trace runs as one operation: ``"linear"``, ``"embedding"``, ``"attention"``
-    (``nn.MultiheadAttention``) or ``"norm"``. ``features`` is the last size of its output; of a norm 0."""
+    """A module that the trace runs as one operation. ``kind``: ``"linear"``, ``"embedding"``, ``"attention"``
+    (``nn.MultiheadAttention``) or ``"norm"``; ``features``: the size of its output's last dim, 0 for a
+    norm."""
 
     kind: str
     features: int
@@ -38,13 +39,9 @@ class Layer:
 
 @dataclass
 class FirstCall:
-    """The first call of a module, with copies of tensors.
-
-    Attributes:
-        computed: ids of the tensors among the arguments that depend on weights or on the model's own input;
-            others (masks, positions) are the same for all weights.
-        outputs: the sources of each tensor of the output.
-    """
+    """The arguments of a module's first call, with copies of the tensors. ``computed``: ids of the tensors
+    among them that depend on weights or on the model's input (masks and positions don't); ``outputs``: for
+    each tensor of the output, the layers that it was computed from."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -54,10 +51,10 @@ class FirstCall:
 
 @dataclass
 class Trace:
-    """The record of one forward.
+    """What one forward recorded. Layers, modules and parameters are given by path.
 
     Attributes:
-        reads: layer, or ``OUTPUT`` -> the layers whose outputs reach it.
+        reads: layer, or ``OUTPUT`` -> the layers whose outputs reach it without another layer in between.
         passes: layer -> the operations on its output.
         mixes: layer -> the first of these operations that isn't elementwise. On a part of the features it may
             compute something else.
@@ -89,11 +86,9 @@ def trace(
     own_dtype: bool = False,
     path: str = "",
 ) -> Trace:
-    """Runs a copy of ``model``, or of the module at ``path`` in it, without weights; ``layers``, path ->
-    layer, run as one operation.
-
-    With ``own_dtype`` weights, buffers and inputs have the dtypes that they have, else float32.
-    """
+    """Runs a copy of ``model``, or of the module at ``path`` in it, without weights, and returns what it
+    recorded. ``layers`` (path -> layer) run as one operation each. ``own_dtype``: parameters and inputs keep
+    their dtypes, else they are float32."""
 
     def weightless(p: nn.Parameter) -> nn.Parameter:  # a number in a storage of its own, expanded
         number = torch.full((), 0.01, dtype=p.dtype if own_dtype else None)
@@ -147,7 +142,7 @@ class _Recorder:
             self._sources[_place(tensor)] = sources
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation, whose results have the sources of what it reads."""
+        """Runs an operation of torch; its results get the sources of all tensors that it reads."""
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         read = list(tensors_in((args, list(kwargs.values()))))
@@ -181,7 +176,7 @@ class _Recorder:
     # ---- modules ----
 
     def replace(self, name: str, module: Any, layer: Layer) -> None:
-        """Gives a layer of the copy a forward that records what it reads."""
+        """Makes a layer's forward record the sources of its input and return random numbers."""
         self._features[name] = layer.features
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +203,7 @@ class _Recorder:
         module.forward = forward
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Records the module's first call."""
+        """Adds hooks that record the arguments and output of the module's first call."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self.trace.calls:
@@ -241,17 +236,16 @@ _COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """Returns a floating-point tensor in float32, the dtype of the copy's weights."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _place(tensor: Tensor) -> int:
-    """Returns a number that is equal for tensors with one storage."""
+    """Returns the address of the tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """Returns the linear layers, embeddings and torch's attention in ``model``, by path."""
+    """Returns path -> layer of the linear layers, embeddings and ``nn.MultiheadAttention`` in ``model``."""
     layers: dict[str, Layer] = {}
     attention: list[str] = []
     module: Any
@@ -272,8 +266,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
 def with_patterns(
     styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, str | Style], dict[str, str]]:
-    """Returns the rules and their reasons. Modules whose paths differ only in numbers share one rule with
-    ``*``, if that matches no other module."""
+    """Returns the rules and their reasons by pattern. Modules whose paths differ only in numbers share one
+    rule with ``*``, if that pattern matches no module with another style."""
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
 
@@ -290,17 +284,17 @@ def with_patterns(
 
 
 def inside(name: str, owner: str) -> str:
-    """Returns the path from ``owner`` of the module ``name`` inside it."""
+    """Returns the path of the module ``name`` as seen from ``owner``, which it is in."""
     return name if not owner else name[len(owner) + 1 :]
 
 
 def join(owner: str, name: str) -> str:
-    """Returns the path of ``name`` inside ``owner``; each may be ``""``."""
+    """Returns the path in the model of the module ``name`` inside ``owner``; both may be ``""``."""
     return f"{owner}.{name}" if owner and name else owner or name
 
 
 def common_path(paths: list[str]) -> str:
-    """Returns the innermost path around ``paths``, or the one that they all are."""
+    """Returns the longest path that all ``paths`` begin with."""
     columns = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(
         column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)

@@ -97,11 +97,9 @@ class SplitHeads(Style):
         for x in (query, key, value):
             if id(x) not in whole:
                 taken = take_input(x, "replicate", 1, tp)
-                if not batched:
-                    taken = taken.unsqueeze(0)
-                elif not module.batch_first:
-                    taken = taken.transpose(0, 1)
-                whole[id(x)] = taken
+                first = module.batch_first or not batched
+                taken = taken if batched else taken.unsqueeze(0)
+                whole[id(x)] = taken if first else taken.transpose(0, 1)
         q, k, v = _project(module, *(whole[id(x)] for x in (query, key, value)))
         if is_causal and key_padding_mask is None and not need_weights:
             mask = None
@@ -134,7 +132,7 @@ class SplitHeads(Style):
 
 @dataclass(frozen=True)
 class _OutProjection(Style):
-    """The output projection, whose weight the attention reads without calling it."""
+    """Splits the output projection of torch's attention by heads; the attention itself reads its weight."""
 
     heads: int
 
@@ -145,7 +143,8 @@ class _OutProjection(Style):
 
 @dataclass(frozen=True)
 class NoFastPath(Style):
-    """Makes torch's transformer encoder and its layers call the modules inside them in inference too."""
+    """Disables the fast path of torch's transformer encoder and its layers, which in inference reads weights
+    without calling the modules inside them."""
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return {}
@@ -163,7 +162,8 @@ def _rule(dim: int, heads: int, size: int, tp: int) -> ParamRule:
 
 
 def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """(B, L or S, features) -> queries (B, h, L, d), keys and values (B, h, S, d)."""
+    """Returns the queries, (B, h, L, d), and the keys and values, (B, h, S, d), of this rank's heads.
+    ``self``: the attention module; inputs are (B, L or S, features)."""
     bias = self.in_proj_bias
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     if self._qkv_same_embed_dim and query is key is value:
@@ -186,7 +186,8 @@ def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def _merge_masks(
     self: Any, attn: Tensor | None, padding: Tensor | None, q: Tensor, batched: bool, tp: TpState
 ) -> Tensor | None:
-    """Returns the sum of both masks, to add to scores (B, h, L, S)."""
+    """Returns the sum of attention mask and padding mask, to add to this rank's scores (B, h, L, S); None if
+    there are none."""
     extra = (self.bias_k is not None) + bool(self.add_zero_attn)  # keys without a mask
     mask = None
     if attn is not None:
@@ -215,9 +216,9 @@ def _as_numbers(name: str, mask: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadArguments(Style):
-    """Style for an attention module whose heads are split and that has arguments with a part for each head
-    (ALiBi, a position bias). Each rank uses the part of its heads. The gradient of the whole argument is
-    complete on each rank.
+    """Style for an attention module whose heads are split and that has arguments with values for each head
+    (ALiBi, a position bias). Each rank uses the values of its heads; the argument's gradient is all-gathered,
+    so that it is complete on each rank.
 
     Attributes:
         heads: number of heads of the plain module. Ranks hold them in order; if the number doesn't divide,
@@ -245,7 +246,7 @@ class HeadArguments(Style):
         return (StyleTraffic("all-gather", "backward", None),) * len(self.arguments)
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward on this rank's part of some arguments."""
+        """Calls the module's forward with this rank's heads of ``arguments``."""
         positional = list(args)
         for name, dim in self.arguments:
             place = tp.names.index(name)

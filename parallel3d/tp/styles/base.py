@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,8 +31,8 @@ from parallel3d.tp.styles.casts import casts_weight
 
 @dataclass(frozen=True)
 class ParamRule:
-    """The placement of one parameter on ``tp``. For ``tp_grad`` and ``compute`` see ``ParamLayout``.
-    ``packing`` says which rows of ``placement.dim`` each rank has; None: those of ``torch.chunk``."""
+    """How one parameter is split over ``tp``. ``packing`` says which rows of ``placement.dim`` each rank has;
+    None: those of ``torch.chunk``. For ``tp_grad`` and ``compute`` see ``ParamLayout``."""
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
@@ -40,7 +40,7 @@ class ParamRule:
     compute: Literal["local", "dtensor"] = "local"
 
     def part(self, whole: Tensor, size: int, rank: int) -> Tensor:
-        """Returns the part of a parameter, or of its gradient, that ``rank`` of ``size`` holds."""
+        """Returns the part of ``whole``, a parameter or its gradient, on ``rank`` of ``size`` ranks."""
         if self.packing is not None:
             return self.packing.take(whole, rank)
         if isinstance(self.placement, Shard):
@@ -48,7 +48,7 @@ class ParamRule:
         return whole
 
     def describe(self) -> str:
-        """Returns the rule in words."""
+        """Returns the rule in words for messages, such as "split along dim 0"."""
         kind = " (a DTensor)" if self.compute == "dtensor" else ""
         if isinstance(self.placement, Shard):
             packed = "" if self.packing is None else f" as {self.packing.rows}"
@@ -57,7 +57,7 @@ class ParamRule:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling ``module`` runs the forward of ``kind``."""
+    """Whether ``module`` is of class ``kind`` and runs the forward of ``kind``, not an override."""
     # Not a subclass or an instance with another forward, nor MultiheadAttention's projection, which is never
     # called.
     return (
@@ -69,7 +69,8 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:
-    """Raises PlanError for embedding options that need whole rows, or counts of ids on other ranks."""
+    """Raises PlanError for options of an embedding that can't be split: those that need whole rows
+    (``max_norm``), sparse gradients, and, unless ``scale_grad_by_freq`` allows it, counts of ids."""
     refused = {
         "max_norm": module.max_norm is not None,
         "scale_grad_by_freq": module.scale_grad_by_freq and not scale_grad_by_freq,
@@ -86,8 +87,8 @@ def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
-    """Returns the rules of the parameters that the module has; PlanError for a parameter without a rule or
-    that can't be split, or if there is no weight."""
+    """Returns ``rules`` (parameter's name -> rule) for the parameters that the module has. Raises PlanError
+    for a parameter without a rule, one that can't be split, or a missing weight."""
     own = own_params(module)
     extra = [name for name in own if name not in rules]
     if extra or ("weight" in rules and "weight" not in own):
@@ -114,7 +115,7 @@ def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
 def whole_params(
     module: nn.Module, tp_grad: Literal["whole", "partial"] = "whole"
 ) -> dict[str, ParamRule]:
-    """Returns the rules that keep the module's own parameters whole."""
+    """Returns rules that keep all of the module's own parameters whole on every rank."""
     return fit_rules(module, **dict.fromkeys(own_params(module), ParamRule(Replicate(), tp_grad)))
 
 
@@ -123,7 +124,7 @@ _PER_TOKEN = (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 
 
 def need_per_token(module: nn.Module) -> None:
-    """Raises PlanError for a module that doesn't treat each token of the sequence by itself."""
+    """Raises PlanError for a module that may combine tokens: a part of a sequence isn't enough for it."""
     kind = type(module).__name__
     unknown = type(module).__module__.split(".")[0] == "torch" and type(module) not in _PER_TOKEN
     if unknown or any(module.children()):
@@ -141,14 +142,13 @@ def need_per_token(module: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True)
-class LinearKind:
-    """A module that computes ``x @ weight + bias``: ``nn.Linear``, torchao's ``Float8Linear``, or
+class LinearKind(NamedTuple):
+    """Describes a module that computes ``x @ weight + bias``: ``nn.Linear``, torchao's ``Float8Linear``, or
     transformers' ``Conv1D``, which holds the weight transposed.
 
     Attributes:
-        out_name, in_name: the module's attributes with its numbers of features.
-        out_dim, in_dim: the weight's dims of these sizes.
+        out_name, in_name: the module's attributes with the numbers of features.
+        out_dim, in_dim: the weight's dims with these features.
         base: the class whose forward computes the product.
     """
 
@@ -162,14 +162,12 @@ class LinearKind:
 
 
 def linear_kind(style: object, module: Any) -> LinearKind:
-    """Returns ``module`` as a linear layer, for ``style``; PlanError if it computes something else."""
+    """Returns ``module`` described as a linear layer; PlanError, which names ``style``, if it is none."""
     float8 = is_float8(module) and not has_own_forward(module)
     is_linear = is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear)
     if float8 or is_linear or casts_weight(module):
-        base = type(module) if float8 else nn.Linear
-        return LinearKind(
-            module.out_features, module.in_features, "out_features", "in_features", 0, 1, base
-        )
+        names, base = ("out_features", "in_features"), type(module) if float8 else nn.Linear
+        return LinearKind(module.out_features, module.in_features, *names, 0, 1, base)
     for cls in type(module).__mro__:
         is_conv1d = (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
         if is_conv1d and (is_plain(module, cls) or calls_forward_of(module, cls)):
@@ -181,13 +179,14 @@ def linear_kind(style: object, module: Any) -> LinearKind:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether ``module`` is an ``nn.Embedding``, or a subclass that changes the result of its forward."""
+    """Whether ``module`` is an ``nn.Embedding``, or a subclass whose forward changes only the input or output
+    of ``super().forward``."""
     return is_plain(module, nn.Embedding) or calls_forward_of(module, nn.Embedding)
 
 
 def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether ``module`` is a subclass of ``base`` whose forward calls ``super().forward`` once and reads
-    nothing else that a style changes, so that its other code sees the activations of the plain model."""
+    """Whether ``module`` is of a subclass of ``base`` whose forward calls ``super().forward`` once and reads
+    no parameters, so that a style can replace the forward of ``base``."""
     cls = type(module)
     if not isinstance(module, base) or cls.forward is base.forward or "forward" in module.__dict__:
         return False
@@ -195,8 +194,8 @@ def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether ``module`` is a plain ``base``, or a subclass that applies to the input and output of
-    ``super().forward`` only elementwise arithmetic with Python numbers, which is right on any part too."""
+    """Whether ``module`` is a plain ``base``, or of a subclass that adds to ``super().forward`` only
+    elementwise arithmetic with numbers, which is right on a part of input or output too."""
     if type(module).forward is base.forward or casts_weight(module):
         return True
     return calls_forward_of(module, base) and all(
@@ -205,15 +204,13 @@ def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def _forwards_over(module: nn.Module, base: type[nn.Module]) -> Iterator[Any]:
-    """The forwards of the subclasses of ``base`` that ``module`` is an instance of."""
+    """Yields the forwards that subclasses of ``base`` among the module's classes define."""
     mro = type(module).__mro__
     return (c.__dict__["forward"] for c in mro[: mro.index(base)] if "forward" in c.__dict__)
 
 
 # Attributes that a style changes: a forward that reads them would compute with a part.
 _CHANGED = {"weight", "bias", "_parameters", "parameters", "named_parameters", "state_dict"}
-
-
 # In these the call might run twice or never; a nested function might read anything.
 _BRANCHES = (
     *(ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.Assert, ast.For, ast.While, ast.comprehension),
@@ -223,7 +220,7 @@ _BRANCHES = (
 
 @cache
 def _nodes_of(forward: Callable[..., Any]) -> tuple[ast.AST, ...]:
-    """Returns the syntax in a forward's body; nothing where it can't be read, or has a decorator."""
+    """Returns the syntax nodes of a forward's body; none if the source is missing or has a decorator."""
     match None if hasattr(forward, "__wrapped__") else syntax_of(forward):
         case ast.Module(body=[ast.FunctionDef(decorator_list=[], body=body)]):
             return tuple(node for statement in body for node in ast.walk(statement))
@@ -254,19 +251,16 @@ def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
         one = isinstance(value, Tensor) and not (value.dim() or isinstance(value, nn.Parameter))
         if not one and not isinstance(value, (int, float)):
             return False
-    nodes = _nodes_of(forward)
-    operators = (node for node in nodes if isinstance(node, ast.operator))
-    return not any(isinstance(node, _SELECTING) for node in nodes) and all(
-        isinstance(operator, _ARITHMETIC) for operator in operators
-    )
+    other = (node for node in _nodes_of(forward) if not isinstance(node, _ARITHMETIC))
+    return not any(isinstance(node, (ast.operator, *_SELECTING)) for node in other)
 
 
 @dataclass(frozen=True)
 class StyleTraffic:
-    """One collective of a module's forward or backward over ``tp``, for the report.
+    """One collective over ``tp`` of a module's forward or backward, for the report.
 
     Attributes:
-        op: ``"torch's own"``: the collectives of DTensors.
+        op: the collective; ``"torch's own"``: those that torch's DTensors issue.
         elements: elements per token of the whole tensor that is reduced or gathered; None if that depends on
             the input.
     """
@@ -277,7 +271,8 @@ class StyleTraffic:
 
 
 def input_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]:
-    """The collectives for an input of column-parallel modules that is whole, or a part of the sequence."""
+    """Returns the collectives for the input of a column-parallel module. ``layout``: that of the input;
+    ``elements``: its size per token."""
     if layout == "replicate":
         return (StyleTraffic("all-reduce", "backward", elements),)
     gather = StyleTraffic("all-gather", "forward", elements)
@@ -286,7 +281,8 @@ def input_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]
 
 
 def sum_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]:
-    """The collectives that sum the ranks' outputs into the whole, or into parts of the sequence."""
+    """Returns the collectives that sum the ranks' outputs. ``layout``: ``"replicate"``: into the whole
+    tensor, ``"sequence"``: into parts of the sequence; ``elements``: the size per token."""
     if layout == "replicate":
         return (StyleTraffic("all-reduce", "forward", elements),)
     scatter = StyleTraffic("reduce-scatter", "forward", elements)
@@ -294,18 +290,17 @@ def sum_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]:
 
 
 RandomLayout = Literal["", "features", "sequence", "whole"]
-RANDOM_LAYOUTS: dict[str, RandomLayout] = {
+_RANDOM_LAYOUTS: dict[str, RandomLayout] = {
     "replicate": "whole",
     "sequence": "sequence",
     "shard": "features",
 }
-"""Layout of an output -> ``Style.random_after``."""
 
 
 @dataclass(frozen=True)
 class Style(ABC):
-    """Base class of the styles. ``str()`` shows the fields that differ from their defaults; fields whose type
-    is a ``Literal`` are checked.
+    """Base class of the styles. ``str()`` shows the fields that differ from their defaults. A field whose
+    type is a ``Literal`` is checked when a style is made (PlanError).
 
     Attributes:
         random_before: whether random numbers must differ by rank already within the module's forward, because
@@ -333,24 +328,27 @@ class Style(ABC):
         return f"{type(self).__name__}({shown})"
 
     def for_module(self, module: nn.Module) -> "Style":
-        """Returns the style that this one means on ``module``: itself, unless a name has two meanings."""
+        """Returns the style that this one stands for on ``module``: itself, or another one where a style name
+        has two meanings (``Rowwise`` on an embedding is ``VocabParallel``)."""
         return self
 
     def in_model(self, model: nn.Module, name: str) -> "Style":
-        """Returns the style with what it takes from the ``model`` around its module, at the path ``name``."""
+        """Returns the style with fields filled in from ``model``, such as a size from its config; ``name`` is
+        the module's path."""
         return self
 
     def inside(self, module: nn.Module) -> dict[str, "Style"]:
-        """Returns the styles that modules inside ``module`` get with this one, by path from ``module``."""
+        """Returns further styles, for modules inside ``module`` that must be split with it: path from
+        ``module`` -> style."""
         return {}
 
     def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
-        """Returns the module's attributes that depend on its local sizes: name -> value on each rank."""
+        """Returns the module's int attributes that must change with the split: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
-        """Returns this style with rules for some of its module's own parameters, by name; PlanError if it
-        has no field ``params``."""
+        """Returns this style with ``params``, rules for some of its module's own parameters, by name;
+        PlanError if styles of this class take none."""
         if "params" in self.__dataclass_fields__:
             return replace(self, params=(*self.params, *params.items()))  # type: ignore[attr-defined,call-arg]
         raise PlanError(
@@ -359,7 +357,8 @@ class Style(ABC):
         )
 
     def param_rule(self, param: Tensor, tp: int) -> ParamRule:
-        """Returns the rule for one parameter that a plan names by its path; PlanError if there is none."""
+        """Returns the rule for a single parameter, where a plan gives this style to a parameter's path;
+        PlanError if the style is for modules only."""
         raise PlanError(f"{self} is a style for modules, not for a parameter")
 
     @abstractmethod
@@ -373,37 +372,38 @@ class Style(ABC):
             bind_forward(module, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
-        """Returns the collectives of the module, with their sizes per token, for the report."""
+        """Returns the collectives of the module's forward and backward, with sizes per token."""
         return ()
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The layouts of its input and of its output, such as ``"sequence"``; ``""``: those it is given."""
+        """Layouts of the module's input and output, such as ``"sequence"``; ``""``: left as it is."""
         return "", ""
 
     @property
     def parts(self) -> tuple[bool, bool]:
-        """Whether its module's input, and its output, is a part on each rank."""
+        """Whether each rank has only its part of the module's input, and whether of its output."""
         return self.ends[0] in ("shard", "sequence"), self.ends[1] in ("shard", "sequence")
 
     @property
     def random_after(self) -> RandomLayout:
-        """The layout of the output, for random numbers (``tp/random.py``); ``""``: that of the input."""
-        return RANDOM_LAYOUTS.get(self.ends[1], "")
+        """How random numbers must differ by rank after the module (``tp/random.py``), by the layout of its
+        output; ``""``: as before it."""
+        return _RANDOM_LAYOUTS.get(self.ends[1], "")
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether its forward splits the sequence among the ranks."""
+        """Whether the style makes parts of a sequence, one on each rank, from a whole one or from sums."""
         return self.ends[1] == "sequence"
 
     @property
     def takes_parts(self) -> bool:
-        """Whether its input is a part of the sequence, of which it must know the global length."""
+        """Whether the input is a part of the sequence: the forward then needs the global length."""
         return self.ends[0] == "sequence"
 
 
 class LayoutStyle(Style):
-    """A style with the field ``output``, and perhaps with ``input``."""
+    """A style with a field ``output``, the layout of its output, and perhaps a field ``input``."""
 
     @property
     def ends(self) -> tuple[str, str]:

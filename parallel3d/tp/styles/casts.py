@@ -1,9 +1,8 @@
 """Linear layers whose own forward casts the weight: ``F.linear(x, self.weight.to(x.dtype))``."""
 
 import functools
-import itertools
 import types
-from collections.abc import Iterable
+from itertools import chain, product
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +13,30 @@ from parallel3d._util import dry_run
 
 
 def casts_weight(module: nn.Module) -> bool:
-    """Whether ``module`` is of a subclass of ``nn.Linear`` whose forward equals ``F.linear`` with weight and
-    bias cast to the input's dtype: it reads no other attribute, and its results and gradients are equal."""
+    """Whether ``module`` is of a subclass of ``nn.Linear`` whose forward computes ``F.linear`` with weight
+    and bias cast to the input's dtype. It must read no other attribute; that results and gradients are equal
+    is tried on a small layer."""
     cls, own = type(module), getattr(type(module), "forward", None)
     if not isinstance(module, nn.Linear) or own is nn.Linear.forward or "forward" in vars(module):
         return False
     if not isinstance(own, types.FunctionType) or own.__code__.co_freevars:
         return False
-    inherited = cls.__mro__[: cls.__mro__.index(nn.Linear)]
-    held: tuple[Iterable[str], ...] = (
-        module._parameters,
-        module._buffers,
-        module._modules,
-        vars(module),
-        *map(vars, inherited),
-    )
-    read = set(own.__code__.co_names) - {"weight", "bias"}
-    if any(not read.isdisjoint(names) for names in held):
+    inherited = map(vars, cls.__mro__[: cls.__mro__.index(nn.Linear)])
+    held = chain(module._parameters, module._buffers, module._modules, vars(module), *inherited)
+    if not (set(own.__code__.co_names) - {"weight", "bias"}).isdisjoint(held):
         return False
     return _computes_cast_product(cls, module.bias is not None)  # type: ignore[arg-type]  # classes are hashable
 
 
 def cast_to(x: Tensor, *params: Tensor | None) -> list[Tensor | None]:
-    """Returns parameters in the dtype of ``x``, as such a layer computes with them."""
+    """Returns ``params`` cast to the dtype of ``x``; None stays None."""
     return [None if param is None else param.to(x.dtype) for param in params]
 
 
 @functools.cache
 def _computes_cast_product(cls: type[nn.Linear], bias: bool) -> bool:
-    """Compares a small layer of class ``cls`` with that product."""
+    """Whether a small layer of class ``cls`` computes ``F.linear`` with cast parameters, and its
+    gradients."""
     with (
         simulation_off(),
         dry_run.real(),
@@ -53,7 +47,7 @@ def _computes_cast_product(cls: type[nn.Linear], bias: bool) -> bool:
     ):
         return all(
             _is_cast_product(cls, bias, *dtypes, training=training)
-            for dtypes, training in itertools.product(_DTYPES, (True, False))
+            for dtypes, training in product(_DTYPES, (True, False))
         )
 
 

@@ -30,8 +30,8 @@ from parallel3d.tp.styles.linear import cut_features
 
 @dataclass(frozen=True)
 class Experts(Style):
-    """Splits a module that holds experts as parameters of three dims: every rank computes all experts with
-    its part of each, and the outputs are summed.
+    """Splits a module that holds experts as three-dimensional parameters: every rank has a part of the
+    features of each expert, computes all experts with it, and the outputs are summed over tp.
 
     Every floating-point tensor among the arguments (hidden states, routing weights) must be whole; its
     gradient is summed. Other arguments, such as the selected experts, pass through.
@@ -65,8 +65,7 @@ class Experts(Style):
             if name not in styles:
                 shape = tuple(param.shape)
                 raise PlanError(f"{name} {shape} of {type(module).__name__} has no rule")
-            rules[name] = styles[name].param_rule(param, tp)
-        for name, rule in rules.items():
+            rule = rules[name] = styles[name].param_rule(param, tp)
             if not isinstance(rule.placement, Shard):
                 raise PlanError(
                     f"{name} as {styles[name]} is whole on every rank, so each rank would compute all of its "
@@ -105,11 +104,9 @@ class Experts(Style):
         return found
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        once = tuple(  # biases that every rank holds whole
-            name
-            for name, p in own_params(module).items()
-            if name.endswith("bias") and isinstance(p, DTensor) and p.placements[0].is_replicate()
-        )
+        held = {n: p for n, p in own_params(module).items() if isinstance(p, DTensor)}
+        whole = (n for n, p in held.items() if p.placements[0].is_replicate())
+        once = tuple(n for n in whole if n.endswith("bias"))  # which every rank holds
         bind_forward(module, TpState(self, axis, sequence, once=once))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
@@ -123,9 +120,14 @@ class Experts(Style):
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward on copies of its inputs, summed over the ranks."""
-        args = tuple(_copy(value, tp) for value in args)
-        kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
+        """Returns the module's output, summed over the ranks; inputs' gradients are summed too."""
+
+        def taken(value: Any) -> Any:
+            is_activation = isinstance(value, Tensor) and value.is_floating_point()
+            return take_input(value, "replicate", 0, tp) if is_activation else value
+
+        args = tuple(map(taken, args))
+        kwargs = {name: taken(value) for name, value in kwargs.items()}
         # In front of the parameter: itself on the first rank, zeros on the others.
         for name in tp.once:
             module.__dict__[name] = module._parameters[name] * (1 - torch.sym_min(tp.axis.rank, 1))
@@ -144,8 +146,8 @@ class Experts(Style):
 
 @dataclass(frozen=True)
 class IdentityExpert(Style):
-    """An expert inside :class:`Experts` that returns its input: its output is divided by the number of ranks,
-    so that the sum over them is right."""
+    """Style of an expert inside :class:`Experts` that returns its input. All ranks add its output, so it is
+    divided by their number."""
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if any(True for _ in module.parameters()):
@@ -153,7 +155,6 @@ class IdentityExpert(Style):
         return {}
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's output over the number of ranks, which all add it."""
         return tp.inner(module, *args, **kwargs) / tp.axis.size
 
 
@@ -161,8 +162,9 @@ _GROUPED = 16  # bytes of which torch's grouped matmul takes multiples, in each 
 
 
 def _forward_of(tp: TpState, module: Any) -> Callable[..., Any]:
-    """Returns the module's forward. For transformers' experts, if this rank's part of the features is too
-    narrow for a grouped matmul, it is the model family's own, which computes one expert after the other."""
+    """Returns the module's forward. If transformers' experts would use a grouped matmul for which this rank's
+    part of the features is too narrow, it is the model's own forward, which computes one expert after the
+    other."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if chosen != "grouped_mm" or not hasattr(module, "is_concatenated"):
         return tp.inner
@@ -180,22 +182,18 @@ def _forward_of(tp: TpState, module: Any) -> Callable[..., Any]:
     return inspect.unwrap(tp.inner)
 
 
-def _copy(value: Any, tp: TpState) -> Any:
-    is_activation = isinstance(value, Tensor) and value.is_floating_point()
-    return take_input(value, "replicate", 0, tp) if is_activation else value
-
-
 # Words in the names of attributes that hold an expert's width, where another size is the same number.
 _EXPERT_WORDS = {"intermediate", "ffn", "expert", "inner"}
 
 
 def _weight_of(name: str) -> str:
-    """The parameter whose bias ``name`` is, as transformers names them; ``""``: it is no bias."""
+    """Returns the name of the weight to which the bias ``name`` belongs, as transformers names them; ``""``:
+    it is no bias."""
     return name.removesuffix("_bias") if name.endswith("_bias") else ""
 
 
 def _split_sizes(module: nn.Module, rules: dict[str, ParamRule]) -> dict[str, int]:
-    """Name -> size of the dim along which the parameter is split, of those that are."""
+    """Returns the names of the module's split parameters -> size of the dim along which they are split."""
     return {
         name: param.shape[rules[name].placement.dim]  # type: ignore[union-attr]
         for name, param in own_params(module).items()
@@ -206,10 +204,9 @@ def _split_sizes(module: nn.Module, rules: dict[str, ParamRule]) -> dict[str, in
 def _split_alike(
     module: nn.Module, rules: dict[str, ParamRule], styles: dict[str, Style], tp: int
 ) -> dict[str, ParamRule]:
-    """Returns ``rules`` with every weight split so that a rank holds the same intermediate features of each.
-
-    A weight with ``k`` times as many features holds gate and up: one after the other or interleaved.
-    """
+    """Returns ``rules`` changed so that a rank holds the same intermediate features of every weight. A weight
+    with ``k`` times as many features holds ``k`` sections (gate and up), one after the other or
+    interleaved."""
     split = _split_sizes(module, rules)
     features = min(split.values())
     result = dict(rules)
@@ -243,7 +240,8 @@ def _weight_rule(
 
 
 def _bias_rule(module: Any, bias: Tensor, weight: Tensor, rule: ParamRule) -> ParamRule:
-    """Splits a bias as its weight's output features; or it is whole, and one rank adds it."""
+    """Returns the rule of a bias: split as its weight's output features are; if these aren't split, whole,
+    and added by one rank."""
     like = [dim for dim in (1, 2) if dim < weight.dim() and weight.shape[dim] == bias.shape[-1]]
     out_dim = weight.dim() - (1 if getattr(module, "is_transposed", False) else 2)
     if len(like) == 1:

@@ -44,7 +44,7 @@ from parallel3d.tp.styles.casts import cast_to, casts_weight
 
 
 class SplitStyle(LayoutStyle):
-    """A style whose ``forward`` replaces that of a linear layer or of an embedding."""
+    """Base class of styles whose ``forward`` replaces the forward of a linear layer or an embedding."""
 
     def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
         embedding = isinstance(module, nn.Embedding)
@@ -59,7 +59,9 @@ class SplitStyle(LayoutStyle):
     def _check_forward(
         self, module: nn.Module, base: type, whole: str = "output", needs: str = "all features"
     ) -> None:
-        """Refuses a forward of its own that would get or give parts, unless it works by element."""
+        """Raises PlanError if the module overrides the forward of ``base`` with code that would get or return
+        a part, unless that code is elementwise. The error says that the code may need
+        ``needs``, and that the style with its argument ``whole``="replicate" gives it."""
         if set(self.ends) - {"", "replicate"} and not works_by_element(module, base):
             raise PlanError(
                 f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
@@ -98,8 +100,9 @@ class VocabParallel(SplitStyle):
         return sum_traffic(self.output, module.embedding_dim)
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
-        """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others. An
-        id outside the vocabulary is an error on every rank, as in the plain module."""
+        """Returns the vectors, (..., width), of the ids ``input``, (...): each rank looks up the ids that it
+        holds, with zeros for the others, and the results are summed. An id outside the vocabulary is an error
+        on every rank."""
         size, chunk = module.num_embeddings, tp.axis.chunk(module.num_embeddings)
         start = tp.axis.rank * chunk
         ids = copy_by_rank(input, tp.axis)
@@ -125,12 +128,13 @@ Packed = int | tuple[int, ...] | Packing
 def cut_features(
     what: str, size: int, dim: int, packed: Packed, multiple_of: int | tuple[int, ...], tp: int
 ) -> ParamRule:
-    """Returns the rule that splits ``size`` features, named ``what``, along ``dim`` of a weight over ``tp``.
+    """Returns the rule that splits ``size`` features along ``dim`` of a weight over ``tp`` ranks. ``what``
+    names them in messages; ``packed`` and ``multiple_of`` are as in :class:`Colwise`.
 
     Each section is split as ``torch.chunk`` does, so that the layer that reads a product of sections (down
-    after gate and up) is split alike without sections. Where that would cut a group of ``multiple_of``,
-    ranks get whole groups, the first ranks one more. Raises PlanError if the sections don't add up to
-    ``size``, or don't consist of whole groups.
+    after gate and up) is split alike without sections. Where that would cut a group of ``multiple_of``, ranks
+    get whole groups, the first ranks one more. Raises PlanError if the sections don't add up to ``size``, or
+    don't consist of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
@@ -161,7 +165,8 @@ def cut_features(
 
 
 def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sizes of the sections of ``size`` features; raises PlanError if they don't add up."""
+    """Returns the sizes of the sections of ``size`` features, for ``packed`` as in :class:`Colwise`; raises
+    PlanError if they don't add up."""
     if isinstance(packed, int):
         if packed < 1 or size % packed:
             raise PlanError(
@@ -253,12 +258,13 @@ class Colwise(SplitStyle):
         return super().random_after
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
-        """(..., in) or, of an embedding, (...) ids -> (..., out / tp), or (..., out) if gathered."""
+        """Returns the layer's output: for an input (..., in), or ids (...) of an embedding, (..., out / tp),
+        or (..., out) if gathered."""
         y: Tensor | None = None
         if isinstance(module, nn.Embedding):
             y, size = tp.inner(module, input), module.embedding_dim
         else:
-            size = _out_features(module)
+            size = module.out_features if isinstance(module, nn.Linear) else module.nf
             weight, bias = _weight_and_bias(tp, module, input)
             if self.chunks > 1:
                 y = self._in_chunks(tp, input, weight, bias)
@@ -337,7 +343,7 @@ class Rowwise(SplitStyle):
         return sum_traffic(self.output, kind.out_features) + gather * (self.input == "replicate")
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
-        """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
+        """Returns (..., out) for an input (..., in / tp), or (..., in), which is split here."""
         x, (weight, bias) = input, _weight_and_bias(tp, module, input)
         features = module.in_features if isinstance(module, nn.Linear) else module.nx
         if self.input == "replicate":
@@ -358,25 +364,22 @@ class Rowwise(SplitStyle):
 
 
 def _weight_and_bias(tp: TpState, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight as (out, in), and the bias, as the module computes with them on ``x``."""
+    """Returns the weight as (out, in), and the bias, cast to the dtype of ``x`` if the module's own forward
+    does that."""
     weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()
     return cast_to(x, weight, module.bias) if tp.casts else (weight, module.bias)  # type: ignore[return-value]
 
 
-def _out_features(module: Any) -> int:
-    return module.out_features if isinstance(module, nn.Linear) else module.nf
-
-
 @dataclass(frozen=True)
 class GroupedKv(Colwise):
-    """The key or value projection where several ranks need the same key and value heads. Plans don't name
-    it: ``tp/auto/heads.py`` replaces Colwise by it.
+    """The key or value projection where several ranks need the same key and value heads. Plans don't name it:
+    ``tp/auto/heads.py`` replaces Colwise by it.
 
     Weight and bias are whole on every rank, at rest too; each rank computes the heads that its query heads
-    attend to, so its gradient is a partial sum.
+    attend to, so their gradients are partial sums.
 
     Attributes:
-        kv_heads: the number of heads in the model.
+        kv_heads: the number of key and value heads in the model.
         heads: [rank] -> the heads in its output, in order; a head may be repeated.
     """
 
@@ -395,14 +398,14 @@ class GroupedKv(Colwise):
         return fit_rules(module, weight=rule, bias=rule)
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
-        """(..., in) -> (..., heads in this rank's output x head size)."""
+        """Returns (..., number of this rank's heads x head size) for an input (..., in)."""
         x = take_input(input, self.input, self.sequence_dim, tp, read_only=True)
         # A rank's heads are neighbours: its rows of the weight are a view.
         numbers = [max(heads) - min(heads) + 1 for heads in self.heads]
         number = pick_by_rank(numbers, tp.axis.rank)
-        size = _out_features(module) // self.kv_heads
-        start = pick_by_rank([min(heads) * size for heads in self.heads], tp.axis.rank)
         weight, bias = _weight_and_bias(tp, module, input)
+        size = weight.shape[0] // self.kv_heads
+        start = pick_by_rank([min(heads) * size for heads in self.heads], tp.axis.rank)
         weight = weight.narrow(0, start, number * size)
         bias = None if bias is None else bias.narrow(0, start, number * size)
         y = F.linear(x, weight, bias)

@@ -43,8 +43,8 @@ from parallel3d.tp.styles.experts import Experts
 
 @dataclass(frozen=True)
 class LocalParams(Style):
-    """Splits a module's own parameters by rules, such as attention sinks by heads; its plain forward computes
-    with this rank's part of them.
+    """Splits a module's own parameters, such as attention sinks by heads; its forward stays plain and
+    computes with this rank's part of them.
 
     Attributes:
         params: the rules, (parameter's name, style); a plan gives them by the parameters' paths.
@@ -68,7 +68,7 @@ class LocalParams(Style):
 
 @dataclass(frozen=True)
 class Replicated(Style):
-    """Keeps the module's own parameters whole on every rank, and its forward plain.
+    """Keeps the module's own parameters whole on every rank; its forward stays plain.
 
     Attributes:
         tp_grad: ``"whole"``: the ranks compute the same. ``"partial"``: each computes on other data (a norm
@@ -92,8 +92,9 @@ class Replicated(Style):
 
 @dataclass(frozen=True)
 class LocalSizes(Style):
-    """Style for a module whose forward applies sizes from its attributes (``num_heads``, ``split_size``) to
-    outputs of its children. If these outputs are split, the attributes become the sizes of a rank's part.
+    """Style for a module whose forward reshapes or cuts its children's outputs to sizes that its attributes
+    hold (``num_heads``, ``split_size``). If these outputs are split, the attributes must have this rank's
+    sizes.
 
     Attributes:
         names: the module's int attributes, each of which is divided by the number of ranks.
@@ -146,16 +147,16 @@ class SequenceParallel(LayoutStyle):
     def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         size = next((p.numel() for p in own_params(module).values()), None)
         gather = (StyleTraffic("all-gather", "forward", size),) * (self.output == "replicate")
-        return gather + (StyleTraffic("all-gather", "backward", size),) * (
-            self.input == "replicate"
-        )
+        back = (StyleTraffic("all-gather", "backward", size),) * (self.input == "replicate")
+        return gather + back
 
     @property
     def splits_sequence(self) -> bool:
         return self.input == "replicate"
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward on this rank's part of the sequence."""
+        """Calls the module's forward on this rank's part of the sequence, with the input split and the output
+        gathered where the style says so."""
         dim = self.sequence_dim
         if self.input == "replicate":
             args, kwargs = map_first(tp, args, kwargs, lambda x: split_sequence(x, dim, tp))
@@ -221,7 +222,7 @@ class PrepareOutput(Style):
         return False, self.wanted != "replicate"
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward with its output in the layout of the style."""
+        """Calls the module's forward and changes the layout of its output from ``given`` to ``wanted``."""
         return _change_layout(tp.inner(module, *args, **kwargs), self, tp)
 
 
@@ -259,8 +260,9 @@ def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
 
 @dataclass(frozen=True)
 class RopeOutput(Style):
-    """Style for a whole linear layer (or any module) whose last output features are used by this rank's heads
-    directly, not through a column-parallel layer. The gradient of these features is summed over ``tp``.
+    """Style for a linear layer (or any module) that every rank computes whole, and whose last output features
+    go directly to this rank's heads, not through a column-parallel layer. The gradient of these features is
+    summed over ``tp``.
 
     An example is the layer that computes the compressed keys and values of multi-head latent attention,
     ``[kv_lora_rank | qk_rope_head_dim]``.
@@ -296,7 +298,8 @@ class RopeOutput(Style):
         return (StyleTraffic("all-reduce", "backward", self.features),)
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with the last features of its output as a copy."""
+        """Calls the module's forward; in the backward the gradient of the last ``features`` of the output is
+        summed over tp."""
         y = tp.inner(module, *args, **kwargs)
         whole, rope = y[..., : -self.features], y[..., -self.features :]
         return torch.cat([whole, copy_to_tp(rope, tp.axis)], -1)
@@ -343,12 +346,12 @@ class PrepareInput(Style):
 
     @property
     def named(self) -> tuple[tuple[str, Layout], ...]:
-        """(name, layout) of each keyword."""
+        """The arguments to prepare besides the first, as (name, layout)."""
         return tuple((k, self.layout) if isinstance(k, str) else k for k in self.keywords)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of all prepared arguments."""
+        """The layouts of all arguments that are prepared, the first one's first."""
         return self.layout, *(layout for _, layout in self.named)
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
@@ -373,7 +376,7 @@ class PrepareInput(Style):
         return "sequence" if "sequence" in self.layouts else "", ""
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward on inputs that are copied or gathered once for all its children."""
+        """Calls the module's forward on inputs that are copied or gathered once for all its children."""
         args, kwargs = map_first(tp, args, kwargs, lambda x: self._prepare(x, self.layout, tp))
         positional = list(args)
         first = next((i for i, value in enumerate(positional) if isinstance(value, Tensor)), -1)
@@ -397,11 +400,11 @@ class PrepareInput(Style):
 class PrepareInputOutput(PrepareInput):
     """:class:`PrepareInput` and :class:`PrepareOutput` on one module.
 
-    A mixture-of-experts block between sequence-parallel norms:
+    For example, on a mixture-of-experts block between sequence-parallel norms:
     ``PrepareInputOutput("sequence", wanted="whole", output=PrepareOutput("replicate", "sequence"))``.
 
     Attributes:
-        output: the layouts of the output.
+        output: what is done with the module's output.
     """
 
     output: PrepareOutput = PrepareOutput()

@@ -33,11 +33,11 @@ from parallel3d.tp.vocab_parallel.vocab_logits import (
 
 @dataclass(frozen=True)
 class LogitsHead(SplitStyle):
-    """A column-parallel output head whose logits are ``VocabLogits``: they have the plain logits' shape,
-    cross entropy takes them split, and all other functions get them gathered.
+    """Style of a column-parallel output head that returns ``VocabLogits``: they have the plain logits' shape;
+    cross entropy uses this rank's classes of them, and all other functions get them gathered.
 
     Attributes:
-        head: the layer's style without loss parallel.
+        head: the style that the plan gave the head.
         chunked: whether, in training, the loss and the backward compute logits in chunks of tokens.
     """
 
@@ -57,7 +57,7 @@ class LogitsHead(SplitStyle):
         return self.head.ends[0], ""
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
-        """(..., in) -> VocabLogits (..., out)."""
+        """Returns VocabLogits of shape (..., out) for an input (..., in)."""
         x = take_input(input, self.head.input, self.head.sequence_dim, tp, read_only=True)
         if torch.compiler.is_compiling() or functorch_is_active():  # neither handles our subclass
             y = F.linear(x, module.weight, module.bias)
@@ -66,7 +66,8 @@ class LogitsHead(SplitStyle):
 
 
 def _chunked_linear(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns the forward of a head that is whole on each rank."""
+    """Returns a forward for a head that isn't split over tp: it returns logits that are computed in chunks
+    when they are needed."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
@@ -85,7 +86,8 @@ def _logits(head: Any, x: Tensor, axis: TpAxis | None, chunked: bool) -> Tensor:
 
 
 def chunk_whole_head(model: nn.Module, plan: ResolvedPlan | None) -> None:
-    """Makes the output head compute its logits when they are needed, where tp has one rank."""
+    """Makes the output head of a model without tensor parallelism (tp has one rank) compute its logits in
+    chunks when they are needed."""
     planned = plan.modules if plan is not None else ()
     names = [p.name for p in planned if isinstance(p.style, LogitsHead)]
     head = model.get_submodule(names[0] if names else find_head(model, None))
@@ -93,7 +95,7 @@ def chunk_whole_head(model: nn.Module, plan: ResolvedPlan | None) -> None:
 
 
 def with_loss_parallel(plan: ResolvedPlan, model: nn.Module, *, chunked: bool) -> ResolvedPlan:
-    """Returns ``plan`` with its output head, which :func:`find_head` finds, under loss parallel."""
+    """Returns ``plan`` with :class:`LogitsHead`, with ``chunked``, as the style of the output head."""
     modules = {planned.name: planned for planned in plan.modules}
     name = find_head(model, plan)
     style = LogitsHead(modules[name].style, chunked)  # type: ignore[arg-type]
@@ -125,18 +127,20 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     else:
         candidates = _heads_of_embeddings(modules, heads)
     if len(candidates) == 1:
-        if is_float8(heads[candidates[0]]):
-            raise PlanError(
-                f"loss_parallel: {candidates[0]!r}, the model's output head, is torchao's Float8Linear, "
-                "whose logits can't stay split; keep it out of the conversion by module_filter_fn, or leave "
-                "loss_parallel out"
+        (name,), what, remedy = candidates, "", ""
+        if is_float8(heads[name]):
+            what, remedy = (
+                "is torchao's Float8Linear",
+                "keep it out of the conversion by module_filter_fn",
             )
-        if casts_weight(heads[candidates[0]]):
+        elif casts_weight(heads[name]):
+            what, remedy = "casts its weight in a forward of its own", "use nn.Linear"
+        if what:
             raise PlanError(
-                f"loss_parallel: {candidates[0]!r}, the model's output head, casts its weight in a forward "
-                "of its own, and its logits can't stay split; use nn.Linear, or leave loss_parallel out"
+                f"loss_parallel: {name!r}, the model's output head, {what}, and its logits can't stay split; "
+                f"{remedy}, or leave loss_parallel out"
             )
-        return candidates[0]
+        return name
     if candidates:
         raise PlanError(
             f"loss_parallel: {' and '.join(map(repr, candidates))} may each be the output head; give the "
@@ -158,7 +162,8 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
 
 
 def _heads_of_embeddings(modules: dict[str, nn.Module], heads: dict[str, nn.Linear]) -> list[str]:
-    """Returns the layers that share their weight with an embedding, or else have its number of classes."""
+    """Returns the paths of those of ``heads`` that share their weight with an embedding or, if none does,
+    that have as many outputs as an embedding has rows."""
     tables = [m for m in modules.values() if isinstance(m, nn.Embedding)]
     tied = [n for n, m in heads.items() if any(m.weight is t.weight for t in tables)]
     if tied:

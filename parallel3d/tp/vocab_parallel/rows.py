@@ -1,8 +1,9 @@
-"""Rows of logits whose vocabulary is split over ``tp``, views of them, and their cross entropy; no autograd.
+"""Logits as rows (one per token) whose vocabulary is split over ``tp``, views of them, and their cross
+entropy; no autograd.
 
-Rows are computed and read in chunks. A loss reads them twice: ``see`` takes from each row what the loss
-needs, ``finish`` combines that over ``tp`` and returns the loss, ``gradient`` returns the gradient of a
-chunk's rows. Between the two passes only the log-sum-exp of each row is kept.
+Rows are computed and read in chunks. The loss reads them twice. First ``CrossEntropy.see`` reads each chunk,
+and ``finish`` combines the results over ``tp`` and returns the loss; then ``gradient`` returns the gradient
+of each chunk. Between the two passes only the log-sum-exp of each row is kept.
 """
 
 import functools
@@ -34,11 +35,12 @@ _LEAST_ROWS = 256
 
 @dataclass(frozen=True, eq=False)
 class LogitsRows:
-    """This rank's logits, (rows, classes), or the linear layer that computes them when they are needed.
+    """This rank's logits, (rows, classes), or the inputs of the linear layer that computes them when they are
+    needed.
 
     Attributes:
-        hidden: (rows, features); without a weight the logits.
-        weight, bias: this rank's rows of the layer's, (classes, features) and (classes,).
+        hidden: the layer's input, (rows, features); without a weight the logits.
+        weight, bias: the layer's rows for this rank's classes, (classes, features) and (classes,).
         dtype: the dtype in which the layer computes under autocast.
         tokens: rows in a chunk.
         over: set when the backward has ended: the weight may be freed, or changed by an optimizer's step.
@@ -52,13 +54,14 @@ class LogitsRows:
     over: Event = field(default_factory=Event)
 
     def chunk(self, classes: int) -> int:
-        """Returns the number of rows in a chunk."""
+        """Returns the number of rows to process at once, for so many ``classes`` on a rank."""
         if self.weight is None:
             return max(_DENSE_CHUNK // max(classes, 1), 1)
         return self.tokens or max(self.hidden.numel() // max(classes, 1), _LEAST_ROWS)
 
     def get(self, where: Where) -> Tensor:
-        """Returns the logits of some rows; StateError if the weight is no longer that of the forward."""
+        """Returns the logits of the rows ``where``; StateError if the weight may have been freed or changed
+        since the forward."""
         if self.weight is None:
             return self.hidden[where]
         storages = [t.untyped_storage() for t in inner_tensors(self.weight) if t.numel()]
@@ -77,7 +80,8 @@ class LogitsRows:
         return x if self.dtype is None else x.to(self.dtype)
 
     def start(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Returns zeros for the gradients' sums, those of parameters in float32, as a matmul sums."""
+        """Returns zeros into which to sum the gradients of hidden, weight and bias, None for those not
+        ``needed``. Those of parameters are at least float32."""
         sums: list[Tensor | None] = [torch.zeros_like(self.hidden) if needed[0] else None]
         for p, need in zip((self.weight, self.bias), needed[1:], strict=True):
             dtype = None if p is None else torch.promote_types(p.dtype, torch.float32)
@@ -85,7 +89,8 @@ class LogitsRows:
         return sums
 
     def add(self, sums: list[Tensor | None], where: Where, grad: Tensor) -> None:
-        """Adds the gradients of the inputs for the gradient of some rows' logits."""
+        """Adds to ``sums`` the gradients of hidden, weight and bias that follow from ``grad``, the gradient
+        of the logits of the rows ``where``."""
         hidden, weight, bias = sums
         if hidden is not None:
             rows = grad
@@ -103,12 +108,12 @@ class LogitsRows:
 
 @dataclass(frozen=True, eq=False)
 class LogitsView:
-    """Logits of some rows, after some elementwise functions, ``ops``.
+    """A tensor of logits: some rows of a ``LogitsRows``, in some shape, after elementwise functions ``ops``.
 
     Attributes:
         axis: the tp axis over which the vocabulary is split; None: it is whole.
-        lead: the shape without the vocabulary.
-        at: the vocabulary's dim.
+        lead: the shape without the vocabulary's dim.
+        at: the place of the vocabulary's dim.
         index: the row at each place of ``lead``, of that shape; None: all rows in order.
     """
 
@@ -123,37 +128,36 @@ class LogitsView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole logits."""
+        """The shape of the logits with the whole vocabulary."""
         return (*self.lead[: self.at], self.vocab_size, *self.lead[self.at :])
 
     @property
     def count(self) -> int:
-        """The number of rows."""
         return self.rows.hidden.shape[0] if self.index is None else self.index.numel()
 
     def index_of_rows(self) -> Tensor:
-        """Returns ``index``, also where it is None."""
+        """Returns ``index``, or the tensor that it stands for if it is None."""
         if self.index is not None:
             return self.index
         return torch.arange(self.count, device=self.rows.hidden.device).view(self.lead)
 
     def parts(self) -> Iterator[slice]:
-        """Yields the rows in chunks, whose logits are computed at a time. At least one, also of no rows."""
+        """Yields slices that cut this view's rows into chunks; one empty slice if there are no rows."""
         classes = self.vocab_size if self.axis is None else self.axis.chunk(self.vocab_size)
         count, step = self.count, self.rows.chunk(classes)
         for start in range(0, max(count, 1), step):
             yield slice(start, min(start + step, count))
 
     def where(self, part: slice) -> Where:
-        """Returns the indices of a chunk's rows in ``rows``."""
+        """Returns the places in ``rows`` of a chunk of this view's rows."""
         return part if self.index is None else self.index.reshape(-1)[part]
 
     def get(self, part: slice) -> Tensor:
-        """Returns the logits of a chunk, (rows, local classes)."""
+        """Returns the logits of one chunk, (rows, classes of this rank)."""
         return run(self.ops, self.rows.get(self.where(part)))
 
     def local(self) -> Tensor:
-        """Returns all logits, (\\*lead, local classes)."""
+        """Returns all logits of this rank's classes, (\\*lead, classes of this rank)."""
         if self.index is None and not self.ops and self.rows.weight is None:
             flat = self.rows.hidden
         else:
@@ -162,21 +166,25 @@ class LogitsView:
 
 
 def run(ops: tuple[Op, ...], x: Tensor) -> Tensor:
-    """Applies ``ops`` to ``x``, one after another."""
     return functools.reduce(lambda y, op: op(y), ops, x)
 
 
 @dataclass(frozen=True, eq=False)
 class GradientSource:
-    """A gradient of ``view``'s logits, computed chunk by chunk: ``gradient`` is a function of (a chunk's
-    logits, the chunk) that returns their gradient, both (rows, local classes)."""
+    """A summand of the gradient of a view's logits, which is computed chunk by chunk.
+
+    Attributes:
+        gradient: a function of (the chunk's logits, the chunk's slice) that returns their gradient; both are
+            (rows, classes of this rank).
+    """
 
     view: LogitsView
     gradient: Callable[[Tensor, slice], Tensor]
 
 
 def pull_back(source: GradientSource, x: Any, part: slice, done: int = 0) -> Tensor:
-    """Returns the gradient of ``x``, a chunk's logits before all but the first ``done`` functions."""
+    """Returns the gradient of ``x``, the logits of one chunk after the first ``done`` of the view's
+    elementwise functions: the source's gradient, propagated back through the other functions."""
     ops = source.view.ops[done:]
     if not ops:
         return source.gradient(x, part)
@@ -188,12 +196,9 @@ def pull_back(source: GradientSource, x: Any, part: slice, done: int = 0) -> Ten
     return torch.autograd.grad(y, x, grad)[0]
 
 
-_REDUCTIONS = ("mean", "sum", "none")
-
-
 @dataclass(frozen=True, eq=False)
 class LossOptions:
-    """Options of ``vocab_parallel_cross_entropy``; raises Parallel3dError for an invalid value."""
+    """Arguments of ``vocab_parallel_cross_entropy``; raises Parallel3dError for an invalid value."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -202,21 +207,23 @@ class LossOptions:
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.reduction not in _REDUCTIONS:
-            raise Parallel3dError(
-                f"reduction is {self.reduction!r}; it must be one of {_REDUCTIONS}"
-            )
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise Parallel3dError(
-                f"label_smoothing is {self.label_smoothing}; it must be from 0 to 1"
-            )
+        reduction, smoothing = self.reduction, self.label_smoothing
+        if reduction not in ("mean", "sum", "none"):
+            raise Parallel3dError(f"reduction is {reduction!r}; it must be mean, sum or none")
+        if not 0.0 <= smoothing <= 1.0:
+            raise Parallel3dError(f"label_smoothing is {smoothing}; it must be from 0 to 1")
         if self.z_loss < 0.0:
             raise Parallel3dError(f"z_loss is {self.z_loss}; it must not be negative")
 
 
 class CrossEntropy:
-    """The loss of rows with the class ids ``target``, (rows,), in the logits' ``dtype``; computed in float32,
-    or for float64 logits in float64. This rank has the chunk of the classes that ``torch.chunk`` cuts."""
+    """Computes the cross entropy of rows of logits, and its gradient, from this rank's chunk of the classes
+    (that of ``torch.chunk``). It computes in float32, for float64 logits in float64.
+
+    Args:
+        target: the class ids, (rows,).
+        dtype: the dtype of the logits, in which the loss is returned.
+    """
 
     def __init__(
         self,
@@ -246,7 +253,7 @@ class CrossEntropy:
             self.rank_without = chunk * (self.axis.size - 1) >= vocab_size
 
     def _set_weights(self, target: Tensor) -> None:
-        """Sets the class weights of the targets and of this rank's classes, and the sum of all."""
+        """Computes the class weights of the targets and of this rank's classes, and the sum of all."""
         weight = self.options.weight
         self.of_target = self.of_class = None
         self.weights: Any = self.vocab_size
@@ -266,7 +273,8 @@ class CrossEntropy:
     # ---- forward ----
 
     def see(self, logits: Tensor, rows: slice) -> None:
-        """Takes the logits, (rows, local classes), of the next rows."""
+        """Reads the next chunk of logits, (rows, classes of this rank), and keeps what the loss needs of each
+        row: log-sum-exp and the target's logit."""
         numbers = logits.to(self.number)
         # A rank without a class gets one of probability zero. Simulated ranks must run the same code.
         x = F.pad(numbers, (0, 1), value=float("-inf")) if self.rank_without else numbers
@@ -278,7 +286,8 @@ class CrossEntropy:
         self._seen.append(tuple(seen))
 
     def finish(self) -> Tensor:
-        """Returns the loss, (n,) or a scalar, after all-reduces of one and of two or three numbers a row."""
+        """Returns the loss, (rows,) or a scalar, when ``see`` has read all rows. Takes two all-reduces, of
+        one and of two or three numbers a row."""
         lse, *sums = (torch.cat(c) if len(c) > 1 else c[0] for c in zip(*self._seen, strict=True))
         self._seen = []
         if self.axis is not None:
@@ -305,27 +314,26 @@ class CrossEntropy:
         return loss.to(self.dtype)
 
     def _join(self, lse: Tensor, sums: Any, axis: TpAxis) -> tuple[Tensor, Any]:
-        """Combines the numbers of the ranks' chunks of the vocabulary."""
+        """Combines the ranks' log-sum-exp and sums of each row into those of the whole vocabulary."""
 
         def maximum() -> Tensor:
             largest = lse.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
             return largest.masked_fill_(largest == float("-inf"), 0)
 
-        def total_of(numbers: list[Tensor]) -> Tensor:
-            joined = torch.stack(numbers)
+        def totals() -> Tensor:
+            joined = torch.stack([(lse - largest).exp(), *sums])
             dist.all_reduce(joined, group=axis.group)
             return joined
 
         largest = kept("largest of rows", maximum)
-        joined = kept("sums of rows", lambda: total_of([(lse - largest).exp(), *sums]))
-        total, *sums = joined.unbind(0)
+        total, *sums = kept("sums of rows", totals).unbind(0)
         return largest + total.log(), sums
 
     # ---- backward ----
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """Returns the gradient of the logits of ``rows``, in their dtype; ``grad`` is that of the loss."""
+        """Returns the gradient of the logits of ``rows``, in their dtype; ``grad`` is the loss's gradient."""
         options, smoothing = self.options, self.options.label_smoothing
         grad = grad.to(self.number)
         scale = grad[rows] if grad.dim() else grad / (1 if self.divisor is None else self.divisor)
@@ -351,6 +359,6 @@ class CrossEntropy:
         return result.to(logits.dtype)
 
     def _per_row(self, values: Tensor, skipped: Tensor) -> Tensor:
-        """Returns ``values`` (one a row, or one for all) as a column, zero where ``skipped``."""
+        """Returns ``values``, one a row or one for all, as (rows, 1), with zeros where ``skipped``."""
         zeros = torch.zeros_like(skipped, dtype=self.number)
         return (zeros + values).masked_fill(skipped, 0).unsqueeze(1)

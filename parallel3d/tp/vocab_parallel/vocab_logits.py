@@ -1,12 +1,12 @@
 """VocabLogits: the output of a model's head under loss parallel, in place of the logits themselves.
 
-It is a tensor of the plain logits' shape that holds this rank's classes only, or only the inputs of the head.
-Cross entropy takes it as it is; views of its rows and elementwise functions return VocabLogits again; all
-other functions get the plain logits, gathered, and so compute the same as without loss parallel.
+It is a tensor subclass with the plain logits' shape, which holds this rank's classes only, or only the inputs
+of the head. Cross entropy computes with these; views of rows and elementwise functions return VocabLogits
+again; all other functions get the plain logits, gathered, and so compute the same as without loss parallel.
 
 Autograd sees ordinary nodes on tensors of the plain shape, so hooks, ``retain_grad`` and functions that don't
-know this class work. Only the gradient between our own nodes is lazy, a ``VocabGrad``: it is computed chunk
-by chunk where it becomes the gradient of the head's inputs.
+know this class work. The gradients between the nodes of this file are lazy tensors, ``VocabGrad``: they are
+computed chunk by chunk in the backward of the head.
 """
 
 import functools
@@ -42,8 +42,8 @@ from parallel3d.tp.vocab_parallel.rows import (
 
 
 def sharded_logits(local: Tensor, vocab_size: int, axis: TpAxis | None) -> "VocabLogits":
-    """Returns the logits of which ``local``, (..., classes on this rank), is the chunk that ``torch.chunk``
-    cuts; without ``axis`` it has all classes."""
+    """Returns VocabLogits for ``local``, (..., classes on this rank), this rank's chunk of the logits (that
+    of ``torch.chunk``); without ``axis`` it has all classes."""
     lead = tuple(local.shape[:-1])
     flat = local.reshape(math.prod(lead), local.shape[-1])
     view = LogitsView(LogitsRows(flat.detach()), axis, vocab_size, lead, len(lead), local.dtype)
@@ -59,10 +59,11 @@ def lazy_logits(
     *,
     tokens: int | None = None,
 ) -> "VocabLogits":
-    """Returns the logits ``linear(hidden, weight, bias)``, which are computed when needed, in chunks of rows.
+    """Returns VocabLogits for ``linear(hidden, weight, bias)``, which is computed when it is needed, in
+    chunks of rows.
 
     Args:
-        hidden: (..., features), one copy per rank: its gradients are partial sums.
+        hidden: (..., features), equal on all ranks; its gradients are partial sums.
         weight, bias: rows of the head's weight and bias for this rank's classes; without ``axis`` for all.
         tokens: the number of rows in a chunk.
     """
@@ -77,19 +78,19 @@ def lazy_logits(
 
 
 def _next(logits: "VocabLogits", **changes: Any) -> "VocabLogits":
-    """Returns another view of the rows of ``logits``, made of them differentiably."""
+    """Returns new VocabLogits, made of ``logits`` by an autograd node, with ``changes`` of their view."""
     return _Step.apply(logits, replace(logits._view, **changes))
 
 
 def loss_of(logits: "VocabLogits", target: Tensor, options: LossOptions) -> Tensor:
-    """Returns the cross entropy of ``logits``; ``target`` has all their dims but that of the classes."""
+    """Returns the cross entropy of ``logits``; ``target`` has their shape without the vocabulary's dim."""
     return _Loss.apply(logits, target, options)
 
 
 class VocabLogits(Tensor):
-    """See the module. Gathering is a collective of the tp group: all its ranks must do it, also in an
-    evaluation. ``repr`` does not gather.
-    """
+    """Logits whose vocabulary may be split over tp, or that are not computed yet; see the top of the file.
+    Gathering is a collective of the tp group: all its ranks must do it, also in an evaluation. ``repr`` does
+    not gather."""
 
     _view: LogitsView
     # The plain logits, once something may write to them: they then replace this tensor.
@@ -100,14 +101,13 @@ class VocabLogits(Tensor):
 
     @staticmethod
     def __new__(cls, view: LogitsView) -> "VocabLogits":
-        """Makes a tensor without a graph."""
         self = _wrapper(cls, view)
         self._full = self._parent = self._remake = None
         return self
 
     @untraced
     def full_tensor(self) -> Tensor:
-        """Returns the plain logits, differentiably. A collective, unless they exist already."""
+        """Returns the plain logits, with a gradient. A collective of the tp group, unless they exist."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
 
     def holds_classes_last(self) -> bool:
@@ -115,11 +115,11 @@ class VocabLogits(Tensor):
         return self._view.at == len(self._view.lead)
 
     def is_settled(self) -> bool:
-        """Whether plain logits replace this tensor, or one that it is a view of."""
+        """Whether plain logits, which may have been written to, have replaced this tensor or its base."""
         return self._full is not None or (self._parent is not None and self._parent.is_settled())
 
     def shared_full(self) -> Tensor:
-        """Returns the plain logits that replace this tensor and all its views from now on."""
+        """Returns the plain logits, which replace this tensor and its views in later operations."""
         if self._full is not None:
             return self._full
         # In the modes of this tensor, not the caller's: under no_grad the loss would lose its gradients.
@@ -131,39 +131,39 @@ class VocabLogits(Tensor):
             return self._full
 
     def view_of(self, parent: "VocabLogits", remake: Callable[[Tensor], Tensor]) -> "VocabLogits":
-        """Records that this tensor shares memory with ``parent`` once that is plain."""
+        """Records that this tensor is a view of ``parent``: its plain logits are ``remake`` of the parent's,
+        and share their memory."""
         self._parent, self._remake = parent, remake
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Does not gather: it may run on one rank only."""
+        """Returns shape and dtype, no values: if one rank alone prints, a collective would hang."""
         view = self._view
         over = "" if view.axis is None else f", vocabulary split over tp={view.axis.size}"
         return f"VocabLogits(shape={view.shape}, dtype={view.dtype}{over}; full_tensor() has the values)"
 
     def __format__(self, format_spec: str) -> str:
-        """As ``repr``."""
         return repr(self)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See ``call``."""
         return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Handles operations that don't call ``__torch_function__``: those of autograd and of C++ code."""
+        """Gives plain logits to operations without ``__torch_function__``: autograd's, and C++ code's."""
         if func is torch.ops.aten.detach.default and not args[0].is_settled():
             return VocabLogits(args[0]._view)
         return _dispatch_plain(func, args, kwargs, VocabLogits, _plain_values)
 
 
 class VocabGrad(Tensor):
-    """A gradient of ``VocabLogits``, computed in chunks where it is used; see the module."""
+    """A gradient of ``VocabLogits`` that is computed when it is used, in chunks: a sum of
+    ``GradientSource``s."""
 
     _view: LogitsView
     _sources: tuple[GradientSource, ...]
@@ -172,20 +172,20 @@ class VocabGrad(Tensor):
 
     @staticmethod
     def __new__(cls, view: LogitsView, sources: tuple[GradientSource, ...]) -> "VocabGrad":
-        """Makes a tensor of ``view``'s shape: the sum of ``sources``, whose views have further functions."""
+        """Makes a tensor of the shape of ``view``. The views of ``sources`` have the same rows, perhaps with
+        more elementwise functions."""
         self = _wrapper(cls, view)
         self._sources = sources
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Does not gather."""
         return f"VocabGrad(shape={self._view.shape}, dtype={self._view.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Keeps sums lazy; other operations get the whole gradient."""
+        """Keeps sums of gradients lazy; other operations get the computed gradient."""
         if func is torch.ops.aten.detach.default:
             return VocabGrad(args[0]._view, args[0]._sources)
         if func is torch.ops.aten.add.Tensor and not kwargs and len(args) == 2:
@@ -200,13 +200,9 @@ class VocabGrad(Tensor):
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``backward(ctx, kept, grad)`` as the ``backward(ctx, grad)`` of an autograd function; ``kept`` is
-    ``ctx.kept``, which the forward has set.
-
-    Raises, in the backward:
-        StateError: it runs with ``create_graph=True``; its formulas build no graph.
-        RuntimeError: it is the second one, and the first had no ``retain_graph=True``.
-    """
+    """Wraps ``backward(ctx, kept, grad)`` as an autograd function's ``backward(ctx, grad)``. ``kept`` is
+    ``ctx.kept`` of the forward, which is freed after the first backward. Raises StateError under
+    ``create_graph=True``."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, grad: Tensor) -> Any:
@@ -229,7 +225,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Make(torch.autograd.Function):
-    """Logits from the inputs of their rows."""
+    """The node that makes VocabLogits from the head's inputs, or from logits; computes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, view: LogitsView, *inputs: Tensor | None) -> VocabLogits:
@@ -249,7 +245,7 @@ class _Make(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """Another view of the same rows."""
+    """The node that makes VocabLogits with another view of the same rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, view: LogitsView) -> VocabLogits:
@@ -264,7 +260,7 @@ class _Step(torch.autograd.Function):
 
 
 class _Full(torch.autograd.Function):
-    """The plain logits."""
+    """The node that gathers VocabLogits into plain logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits) -> Tensor:
@@ -280,7 +276,7 @@ class _Full(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Cross entropy: two small all-reduces, none in the backward."""
+    """The node of the cross entropy: two small all-reduces in the forward, none in the backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, target: Tensor, options: LossOptions) -> Tensor:
@@ -302,7 +298,8 @@ class _Loss(torch.autograd.Function):
 
 
 def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
-    """Returns the sources of a gradient of ``view``'s logits; of a plain one this rank's classes."""
+    """Returns the sources of ``grad``, a gradient of the logits of ``view``; for a plain tensor one source
+    that takes this rank's classes of it."""
     if isinstance(grad, VocabGrad):
         return grad._sources
     flat = grad.movedim(view.at, -1).reshape(view.count, view.vocab_size)
@@ -360,7 +357,7 @@ def _whole_gradient(grad: VocabGrad) -> Tensor:
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: Any, kind: Any, of: Any) -> Any:
-    """Calls ``func``, an operation, with plain tensors in place of those of ``kind``."""
+    """Calls the operation ``func`` with ``of(tensor)`` in place of tensors of class ``kind``."""
     if func._schema.is_mutable:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, kind):
@@ -388,8 +385,8 @@ def _wrapper(cls: Any, view: LogitsView) -> Any:
 
 @untraced
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls ``func`` with arguments some of which are ``VocabLogits``: by a handler, on the tensor itself, or
-    with the plain logits."""
+    """Calls ``func`` with arguments some of which are VocabLogits: with its handler; on the tensors as they
+    are, for shape and autograd functions; or else with plain logits."""
     given = [t for t in tensors_in((args, kwargs)) if isinstance(t, VocabLogits)]
     if not any(t.is_settled() for t in given):
         if func in OWN:
@@ -403,8 +400,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
-    """Calls ``func`` with the plain logits, which replace the tensor where something may write to them later:
-    if ``func`` writes to them, or returns a view of them."""
+    """Calls ``func`` with plain logits in place of the VocabLogits ``given``. If ``func`` writes to them or
+    returns a view, they replace the VocabLogits in later operations too, so that writes are seen."""
     written = _written(func, args, kwargs)
     # In inference mode a tensor doesn't show that it is a view.
     keep = func in _EXPOSING or torch.is_inference_mode_enabled()
@@ -443,7 +440,8 @@ def _shares(tensor: Tensor, full: Tensor) -> bool:
 
 
 def _refuse_plain(grad: Tensor) -> None:
-    """Hook on logits that were written to: only ``_Full`` accounts for that, their own graph doesn't."""
+    """Hook on VocabLogits that were written to in place: raises StateError for a gradient that doesn't pass
+    the node ``_Full``, because the VocabLogits' own graph doesn't know of the write."""
     if not isinstance(grad, VocabGrad):
         raise StateError(
             "logits of a loss-parallel model were written to in place and then given to an autograd "
@@ -453,7 +451,7 @@ def _refuse_plain(grad: Tensor) -> None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[VocabLogits]:
-    """Returns the logits that ``func`` writes to, by its name."""
+    """Returns the VocabLogits among the arguments that ``func`` writes to, as its name tells."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
     targets = (args[:1] if in_place else (), kwargs.get("out"))
@@ -468,7 +466,7 @@ _WRITING = {
 
 
 def _named(names: str) -> list[Any]:
-    """Returns the functions of ``torch`` and the methods of Tensor with these names."""
+    """Returns the functions of ``torch`` and methods of ``Tensor`` whose names the string ``names`` lists."""
     functions = [getattr(owner, n, None) for n in names.split() for owner in (torch, Tensor)]
     return [function for function in functions if callable(function)]
 
@@ -507,19 +505,12 @@ def _cross_entropy(
     if not isinstance(input, VocabLogits) or isinstance(target, VocabLogits):
         return NotImplemented
     view = input._view
-    fits = (
-        view.at == 1
-        and bool(view.lead)
-        and target.dtype is torch.int64
-        and tuple(target.shape) == view.lead
-        and target.device == input.device
-        and size_average is None
-        and reduce is None
-        and reduction in ("mean", "sum", "none")
-        and 0.0 <= label_smoothing <= 1.0
-    )
+    fits = view.at == 1 and bool(view.lead) and size_average is None and reduce is None
+    fits &= target.dtype is torch.int64 and tuple(target.shape) == view.lead
+    fits &= target.device == input.device
+    fits &= reduction in ("mean", "sum", "none") and 0.0 <= label_smoothing <= 1.0
     if weight is not None:
-        fits = fits and tuple(weight.shape) == (view.vocab_size,) and not weight.requires_grad
+        fits &= tuple(weight.shape) == (view.vocab_size,) and not weight.requires_grad
     if not fits:  # probabilities, or arguments that the plain function refuses
         return NotImplemented
     if torch.is_autocast_enabled(input.device.type) and view.dtype.itemsize < 4:
@@ -550,7 +541,8 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _after(logits: VocabLogits, op: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the logits after ``op``, an elementwise function."""
+    """Returns the VocabLogits after one more elementwise function ``op``; NotImplemented if that isn't
+    floating-point."""
     with torch.no_grad():
         probe = op(torch.empty(0, dtype=logits._view.dtype, device=logits.device))
     if probe.device != logits.device or not probe.is_floating_point():
@@ -589,8 +581,8 @@ def _contiguous(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any
 
 
 def _view(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``func``, which returns a view (``reshape`` perhaps a copy), on the numbers of the rows, if that
-    leaves all classes in one dim."""
+    """Handler of functions that return a view (``reshape`` perhaps a copy): returns VocabLogits of the view's
+    shape. NotImplemented if the classes don't stay in one dim."""
     view = input._view
     if any(isinstance(arg, torch.dtype) for arg in args):
         return NotImplemented
@@ -612,12 +604,16 @@ def _view(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
     if len(at) != 1 or not all(type(size) is int for size in made.shape):
         return NotImplemented
     index = func(whole, *args, **kwargs).select(at[0], 0)
-    made = _next(input, lead=tuple(index.shape), at=at[0], index=index)
+    if view.index is None and index.is_contiguous() and index.numel() == view.count:
+        index = None  # all rows in order
+    lead = tuple(size for dim, size in enumerate(made.shape) if dim != at[0])
+    made = _next(input, lead=lead, at=at[0], index=index)
     return made.view_of(input, lambda full: func(full, *args, **kwargs))
 
 
 def _index(func: Any, input: VocabLogits, key: Any) -> Any:
-    """Selects rows; the vocabulary, the last dim, is taken whole."""
+    """Handler of indexing: selects rows. NotImplemented if the index selects classes, or the classes aren't
+    the last dim."""
     view = input._view
     key = key if isinstance(key, tuple) else (key,)
     of_rows = _without_vocabulary(key, len(view.lead))
@@ -632,7 +628,7 @@ def _index(func: Any, input: VocabLogits, key: Any) -> Any:
 
 
 def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | None:
-    """Returns the part of ``key`` for the first ``rows`` dims; None if it selects from the last."""
+    """Returns the part of an index for the first ``rows`` dims; None if it selects from the last dim."""
     dims = [n for item in key if (n := _indexed_dims(item)) is not None]
     ellipses = [i for i, item in enumerate(key) if item is Ellipsis] or [len(key)]
     skipped = rows + 1 - sum(dims)
@@ -645,7 +641,7 @@ def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | No
 
 
 def _indexed_dims(item: Any) -> int | None:
-    """Returns the number of dims that an index selects from; None: it is not handled."""
+    """Returns the number of dims that one item of an index selects from; None if the item isn't handled."""
     if isinstance(item, (VocabLogits, bool)):
         return None
     if isinstance(item, Tensor):

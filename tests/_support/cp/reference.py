@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from _support.tp.tp_world import real_world
 from parallel3d.cp import CpAxis, Sequence, attention
 
 TOLERANCE = 1e-9
@@ -73,6 +73,11 @@ CASES = {
     "no key at all": Case(options={"mask_function": lambda b, h, q, k: (q > 3) & (k <= q)}),
     "odd length": Case(length=31, batch=1),
 }
+
+
+def axis_of(cp: int) -> CpAxis:
+    """The axis cp of a mesh that has no other."""
+    return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
 
 
 def sample(*shape: int, seed: int) -> Tensor:
@@ -155,7 +160,7 @@ def on_ranks(
     Args:
         tensors: ``inputs`` of the case, made outside of simulated ranks.
     """
-    axis = CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
+    axis = axis_of(cp)
     sequence = sequence_of(case, cp, balanced)
     q, k, v, sinks, weights = tensors
     parts = [part_of(world, axis, sequence, x).requires_grad_() for x in (q, k, v)]
@@ -211,27 +216,6 @@ def check(
         of = float(theirs.abs().max()) if what == "out" else largest
         error = (mine - theirs).abs().max() / of
         assert error <= TOLERANCE, (name, kind, cp, balanced, what, float(error))
-
-
-class RealWorld:
-    """This process's rank, and what ``LocalWorld`` gives of all ranks."""
-
-    def map(self, fn: Callable[[int], Tensor]) -> Tensor:
-        return fn(dist.get_rank())
-
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def per_rank(self, tensor: Tensor) -> list[Tensor]:
-        parts: list[Tensor] = [tensor] * dist.get_world_size()
-        dist.all_gather_object(parts, tensor.detach())
-        return parts
-
-
-@contextmanager
-def real_world(cp: int) -> Iterator[RealWorld]:
-    assert dist.get_world_size() == cp
-    yield RealWorld()
 
 
 def check_on_processes(cp: int, kind: str) -> None:

@@ -107,6 +107,23 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
+class MixedHead(Mixture):
+    """Its head is a mixture too, whose experts lie in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 4)
+        self.experts = Batched(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        flat = x.flatten(0, 1)
+        weights, index = self.router(flat).softmax(-1).topk(2, -1)
+        return self.head(x + self.experts(flat, index, weights).view_as(x))
+
+
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 

@@ -6,8 +6,10 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
@@ -152,8 +154,6 @@ def saved(folder: str, layout: MeshLayout) -> None:
         optimizer.step()
         optimizer.zero_grad()
     checkpoint.save(Path(folder) / "run", model=parallel, optimizer=optimizer, step=2)
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
     state = {name: whole(p.detach()) for name, p in parallel.named_parameters()}
     moments = {
         name: whole(optimizer.state[p]["exp_avg"]) for name, p in parallel.named_parameters()
@@ -192,6 +192,12 @@ def logged(layout: MeshLayout) -> list[str]:
     return said
 
 
+DETACHED: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "router without gradient": lambda rows, weights, *rest: (rows, weights.detach(), *rest),
+    "gradient missing of what is before the experts": lambda rows, *rest: (rows.detach(), *rest),
+}
+
+
 def planted(fault: str, layout: MeshLayout) -> str:
     """What the audit, on by default, says of a fault of expert parallelism."""
     from parallel3d.ep import exchange, experts
@@ -202,21 +208,16 @@ def planted(fault: str, layout: MeshLayout) -> str:
     mesh = build_mesh(layout, device_type="cpu")
     model = EIGHT()
     plan = {"layers.*.shared": "colwise_gather_output"} if layout.tp > 1 else None
-    before: list[tuple[Any, str, Any]] = []
+    stack = ExitStack()
 
     def put(owner: Any, name: str, value: Any) -> None:
-        before.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
+        stack.enter_context(patch.object(owner, name, value))
 
     if fault == "averaged over efsdp alone":
         put(Bucket, "divisor", property(lambda self: float(self.axes.data_size)))
-    elif fault == "router without gradient":
+    elif fault in DETACHED:
         inner = experts.Dispatch.apply
-        apply = staticmethod(lambda rows, weights, *rest: inner(rows, weights.detach(), *rest))
-        put(experts, "Dispatch", type("Dispatch", (), {"apply": apply}))
-    elif fault == "gradient missing of what is before the experts":
-        inner = experts.Dispatch.apply
-        apply = staticmethod(lambda rows, weights, *rest: inner(rows.detach(), weights, *rest))
+        apply = staticmethod(lambda *given: inner(*DETACHED[fault](*given)))
         put(experts, "Dispatch", type("Dispatch", (), {"apply": apply}))
     elif fault == "gradient of tokens that went elsewhere missing":
         inner = exchange._transposed
@@ -234,12 +235,10 @@ def planted(fault: str, layout: MeshLayout) -> str:
         keep = lambda x, *rest: chunk(x, *rest) if x.is_floating_point() else x  # noqa: E731
         put(experts, "local_chunk", keep)
         put(experts, "gather_from_tp", lambda x, *rest: x)
-    try:
-        model = parallelize(model, mesh, tp_plan=plan)
-        loss(model, batch(layout.data_rank(dist.get_rank()))).backward()
-    except AuditError as error:
-        return str(error)
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+    with stack:
+        try:
+            model = parallelize(model, mesh, tp_plan=plan)
+            loss(model, batch(layout.data_rank(dist.get_rank()))).backward()
+        except AuditError as error:
+            return str(error)
     return ""

@@ -38,16 +38,11 @@ class Branching(Lm):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank has ended.
+    """How a rank has ended."""
 
-    Attributes:
-        error: name of the exception's class; "" if there was none.
-        seconds: the job took.
-    """
-
-    error: str
+    error: str  # name of the exception's class; "" if there was none
     message: str
-    seconds: float
+    seconds: float  # that the job took
 
 
 def is_odd() -> bool:
@@ -320,24 +315,17 @@ MAJORITY = "rank 2 differs from the majority"
 
 @dataclass(frozen=True)
 class Case:
-    """One kind.
+    """One kind."""
 
-    Attributes:
-        kind: what goes wrong, on rank 2 unless it says another.
-        job: what all ranks run.
-        error: class of the exception that the other ranks get.
-        texts: what is in its message, on each of them.
-        odd: (class, text) of the odd rank's; None if it is told the same.
-        dying: the rank that is killed.
-    """
-
-    kind: str
+    kind: str  # what goes wrong, on rank 2 unless it says another
     finder: str
-    job: Callable[..., None]
-    error: str
-    texts: tuple[str, ...]
-    odd: tuple[str, str] | None = None
-    dying: int | None = None
+    job: Callable[..., None]  # what all ranks run
+    error: str  # class of the exception that the other ranks get
+    texts: tuple[str, ...]  # what is in its message, on each of them
+    odd: tuple[str, str] | None = (
+        None  # (class, text) of the odd rank's; None if it is told the same
+    )
+    dying: int | None = None  # the rank that is killed
 
 
 def _digest(kind: str, job: Callable[[], None], *texts: str) -> Case:

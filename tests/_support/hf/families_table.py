@@ -2,8 +2,6 @@
 
     python tests/_support/hf/families_table.py                # all; about ten minutes on two cores
     python tests/_support/hf/families_table.py llama doge     # some; only prints
-    python tests/_support/hf/families_table.py --cp           # the column cp alone, written into the page
-    python tests/_support/hf/families_table.py --ep           # the same of the column ep
 
 Exits with 1 where a family is unequal or failed, or refused without being in ``refused.txt``, with cp in
 ``refused_cp.txt``, with ep in ``refused_ep.txt``.
@@ -67,6 +65,7 @@ refused with the reason.
 """
 
 DENSE = Outcome("-")
+COLUMNS = ("tp", "cp", "ep")
 
 
 def main(names: list[str]) -> int:
@@ -109,33 +108,6 @@ def main(names: list[str]) -> int:
     return 1 if bad else 0
 
 
-def renew(axis: str) -> int:
-    """Runs the column of an axis, cp or ep, and writes it into the page, whose other cells stay."""
-    bad, counts = [], Counter()
-    lines = PAGE.read_text().splitlines()
-    rows = {line.split("|")[1].strip(): i for i, line in enumerate(lines) if line.startswith("| ")}
-    place = [cell.strip() for cell in lines[rows["family"]].split("|")].index(axis) - 1
-    with GlooPool(4) as pool:
-        for name, found in in_turn(pool, families(), (axis,)):
-            outcome = found[0]
-            said = [short(axis, outcome.note).replace("|", "/")] if outcome.note else []
-            cells = lines[rows[name]].removesuffix("|").removeprefix("|").split("|")
-            cells = [cell.strip() for cell in cells]
-            notes = [n for n in cells[-1].split("; ") if n and not n.startswith(f"{axis}: ")]
-            cells[place], cells[-1] = outcome.verdict, "; ".join([*notes, *said])[:300]
-            lines[rows[name]] = f"| {' | '.join(cells)} |"
-            print(f"{name}: {outcome.verdict}", *said, flush=True)
-            if outcome is not DENSE:
-                counts[outcome.verdict] += 1
-            if is_wrong(axis, name, outcome):
-                bad.append(name)
-    told = f"- {axis}: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
-    lines = [told if line.startswith(f"- {axis}: ") else line for line in lines]
-    PAGE.write_text("\n".join(lines) + "\n")
-    print(told, *bad)
-    return 1 if bad else 0
-
-
 def is_wrong(axis: str, name: str, outcome: Outcome) -> bool:
     """Whether a family's cell of cp or ep is not what its file of refused families says."""
     expected = "refused" if name in refused_families(f"refused_{axis}.txt") else "equal"
@@ -154,28 +126,28 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     return min(outcomes, key=lambda outcome: order.index(outcome.verdict), default=DENSE)
 
 
-def in_turn(pool, names, columns=("tp", "cp", "ep")):
+def in_turn(pool, names):
     """Each name with its outcomes: a list for "tp", one for cp and ep. Some families at once, since making
     groups takes longest."""
     for first in range(0, len(names), AT_ONCE):
         few = names[first : first + AT_ONCE]
-        outcomes = run_some(pool, few, columns)
+        outcomes = run_some(pool, few)
         if outcomes is None:  # one broke the run: each by itself
             outcomes = {}
             for name in few:
-                outcomes |= run_some(pool, [name], columns) or {}
+                outcomes |= run_some(pool, [name]) or {}
         for name in few:
-            found = [
+            found, cp, ep = (
                 [outcomes.get(case, BROKEN) for case in cases_of(name, column)]
-                for column in columns
-            ]
-            yield name, [f if c == "tp" else worst(f) for f, c in zip(found, columns, strict=True)]
+                for column in COLUMNS
+            )
+            yield name, (found, worst(cp), worst(ep))
 
 
-def run_some(pool, names, columns) -> dict[Case, Outcome] | None:
+def run_some(pool, names) -> dict[Case, Outcome] | None:
     """Case -> outcome; None where the run as a whole failed."""
     outcomes = {}
-    every = [case for name in names for column in columns for case in cases_of(name, column)]
+    every = [case for name in names for column in COLUMNS for case in cases_of(name, column)]
     for size in (2, 4):
         cases = [case for case in every if prod(case[2][:4]) == size]
         if not cases:
@@ -210,5 +182,4 @@ def notes_of(name: str) -> list[str]:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    one = {"--cp": "cp", "--ep": "ep"}.get(" ".join(sys.argv[1:]))
-    sys.exit(renew(one) if one else main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

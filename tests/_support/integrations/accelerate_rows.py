@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from _support.integrations.hf import (
-    accelerate_state,
-    loss_in_float64,
-    tiny_model,
-    tiny_rows,
-)
+from _support.integrations.hf import accelerate_state, loss_in_float64, tiny_model, tiny_rows
 from _support.integrations.rows import STEPS, Result, Row, Run, difference, whole_weights
 
 ROWS_PER_STEP = 8

@@ -18,16 +18,10 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the model's args and kwargs
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what it is trained on.
-
-    Attributes:
-        build: makes the model.
-        batch: makes two rows of inputs, from a generator.
-        loss: of the model's output.
-    """
+    """A model and what it is trained on."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
+    batch: Callable[[torch.Generator], Batch]  # makes two rows of inputs
     loss: Callable[[Any], Tensor] = lambda out: out.loss
 
 

@@ -15,11 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import SumMetric
@@ -62,10 +58,7 @@ class Module(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class TorchModule(Module):

@@ -20,15 +20,10 @@ STEPS = 10
 
 
 class Run(NamedTuple):
-    """What a training gave.
+    """What a training gave."""
 
-    Attributes:
-        losses: of each step, over the whole batch.
-        weights: name -> whole tensor, after the last step.
-    """
-
-    losses: Sequence[float]
-    weights: Mapping[str, torch.Tensor]
+    losses: Sequence[float]  # of each step, over the whole batch
+    weights: Mapping[str, torch.Tensor]  # name -> whole tensor, after the last step
 
 
 class Difference(NamedTuple):
@@ -50,29 +45,17 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        name: what it is, such as ``"accelerate: accumulation"``; the library first.
-        packages: the libraries whose versions the table shows.
-        lines: how many lines a user changes or adds beside the program that he has.
-        mesh: replicate, shard, tp.
-        peer: what the program runs on without us, such as ``"FSDP2"``.
-        run: called on every rank of a gloo world of the mesh's size; the same result on all.
-        arguments: given to ``run``.
-        dtype: of the training: the key of ``LIMITS``.
-        note: what a reader must know, or ``""``.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    lines: int
-    mesh: tuple[int, int, int]
-    peer: str
-    run: Callable[..., Result]
-    arguments: tuple[Any, ...] = ()
-    dtype: str = "float64"
-    note: str = ""
+    name: str  # what it is, such as ``"accelerate: accumulation"``; the library first
+    packages: tuple[str, ...]  # the libraries whose versions the table shows
+    lines: int  # that a user changes or adds beside the program that he has
+    mesh: tuple[int, int, int]  # replicate, shard, tp
+    peer: str  # what the program runs on without us, such as ``"FSDP2"``
+    run: Callable[..., Result]  # called on every rank of a gloo world of the mesh's size
+    arguments: tuple[Any, ...] = ()  # of ``run``
+    dtype: str = "float64"  # of the training: the key of ``LIMITS``
+    note: str = ""  # what a reader must know
 
     @property
     def id(self) -> str:

@@ -163,11 +163,7 @@ def optimizers(model: nn.Module) -> tuple[Any, Any]:
 
 
 class Training:
-    """The loop of torchtitan's trainer over a parallel or a plain model.
-
-    Args:
-        rank, size: the data rank and the number of them.
-    """
+    """The loop of torchtitan's trainer over a parallel or a plain model; ``rank``, ``size``: of the data."""
 
     def __init__(self, model: Any, rank: int, size: int, chunked: bool = False) -> None:
         self.model, self.rank, self.size = model, rank, size

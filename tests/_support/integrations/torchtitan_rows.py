@@ -20,13 +20,8 @@ def trained(model: Any, layout: p3d.MeshLayout, chunked: bool) -> Run:
 
 
 def run(family: str, layout: p3d.MeshLayout, sequence: bool, chunked: bool, swap: bool) -> Result:
-    """One plain process, ours, and torchtitan's own parallelize function on FSDP2 and DTensors.
-
-    Args:
-        sequence: with its sequence parallelism.
-        chunked: with its default loss.
-        swap: ours is its own function too, on our fully_shard.
-    """
+    """One plain process, ours, and torchtitan's own parallelize function on FSDP2 and DTensors: with its
+    ``sequence`` parallelism, its default (``chunked``) loss; ``swap``: ours is its function too."""
     from _support.integrations import titan_programs as lib
 
     with lib.titan():

@@ -34,14 +34,6 @@ def plan(layout: str) -> dict:
 LAYOUTS = ("replicate", "sequence")
 
 
-def use_local(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                local = p.to_local() if hasattr(p, "to_local") else p
-                module._parameters[name] = nn.Parameter(local.detach().clone(), p.requires_grad)
-
-
 def with_length(model: nn.Module, length: int) -> nn.Module:
     """The model, told of how long a sequence it gets parts, if it is parallel."""
     state = getattr(model.down, "_parallel3d_tp", None)

@@ -5,9 +5,11 @@ each module whose children read one input: the best that a plan can say there.
 """
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,3 +184,44 @@ def _record(plain: nn.Module, apply: Callable[[nn.Module, DeviceMesh], None]) ->
     calls = recorder.select(axis="tp")
     numbers = Counter(call.op for call in calls)
     return {op: (n, sum(c.bytes for c in calls if c.op == op)) for op, n in numbers.items()}
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "tp_collectives.md"
+
+HEAD = f"""\
+# Tensor-parallel collectives, compared with torch's
+
+What one training step communicates over `tp`, of {RANKS} ranks, on rank 0 of a fake process group:
+calls, and bytes (the larger of each call's input and output). Three times the same styles on the same
+modules: by torch's `parallelize_module` (2.13); by it with a `PrepareModuleInput` on each module whose
+children read one input, which is the best a plan can say there; and ours, which shares by itself what
+reads one tensor. Both are under their `fully_shard`. Our single sum of the norms' gradients (all-reduce,
+sequence-parallel) is for each unit; torch's are one a parameter.
+Written by `python tests/_support/collectives_table.py`; `tests/tp/test_tp_collectives_equal.py` checks
+that it is up to date, and that ours are never more.
+
+| model and plan | collective | torch | bytes | torch, prepared | bytes | ours | bytes |
+|---|---|---:|---:|---:|---:|---:|---:|
+"""
+
+Results = dict[str, dict[str, Totals]]
+
+
+def collect() -> Results:
+    """Runs all cases."""
+    with warnings.catch_warnings():
+        # torch warns of a view that the model returns: its own hook, unused here.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        return {case.name: compare(case) for case in CASES}
+
+
+def table(results: Results) -> str:
+    """The comparison as Markdown."""
+    lines = []
+    for name, sides in results.items():
+        for kind in sorted(set().union(*sides.values())):
+            numbers = [n for side in sides.values() for n in side.get(kind, (0, 0))]
+            cells = [name, kind, *(f"{n:,}" for n in numbers)]
+            lines.append(f"| {' | '.join(cells)} |\n")
+            name = ""
+    return HEAD + "".join(lines)

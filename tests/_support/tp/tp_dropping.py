@@ -116,17 +116,3 @@ SEQUENCE = {
     "last": SequenceParallel(),
     "head": Colwise(input="sequence", output="replicate"),
 }
-
-
-def spelled(plan: dict) -> dict:
-    """``plan`` without brace sets."""
-    found = {}
-    for name, style in plan.items():
-        head, brace, rest = name.partition("{")
-        inside, _, tail = rest.partition("}")
-        for part in inside.split(",") if brace else [""]:
-            found[f"{head}{part}{tail}"] = style
-    return found
-
-
-TENSOR, SEQUENCE = spelled(TENSOR), spelled(SEQUENCE)

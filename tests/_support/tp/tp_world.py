@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ class RealWorld:
 
     def map(self, fn: Callable[[int], Tensor]) -> Tensor:
         return fn(dist.get_rank())
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def per_rank(self, tensor: Tensor) -> list[Tensor]:
         parts: list[Tensor] = [tensor] * dist.get_world_size()
@@ -69,6 +72,23 @@ class Local:
         for grad in grads[1:]:
             same(grad, grads[0])
         return grads[0]
+
+
+def on_rank(model: nn.Module, plan: Any, tp: int = 2) -> nn.Module:
+    """``model`` under ``plan`` as the rank of a ``fake_world`` computes it: with local tensors."""
+    resolve_plan(model, plan, tp).apply(model, tp_mesh(tp))
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                local = p.to_local() if isinstance(p, DTensor) else p
+                module._parameters[name] = nn.Parameter(local.detach().clone(), p.requires_grad)
+    return model
+
+
+def on_ranks(model: nn.Module, plan: Any, world: LocalWorld, tp: int = 2) -> dict[str, Local]:
+    """Applies ``plan`` and does by hand what the engine does before a forward."""
+    resolve_plan(model, plan, tp).apply(model, tp_mesh(tp))
+    return use_local_tensors(model, world)
 
 
 def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
