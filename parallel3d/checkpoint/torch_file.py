@@ -30,7 +30,7 @@ from parallel3d.checkpoint.torch_formats.sources import Archive, Budget, Memory
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import model_state_dict, optim_state_dict
 
-_MAX_VALUES, _MAX_DEPTH = 1_000_000, 20
+_MAX_ENTRIES, _MAX_DEPTH = 2_000_000, 20
 _TWICE: Any = object()  # in place of values that several keys give one flat name
 
 
@@ -160,6 +160,7 @@ def _flat(
     leaves: dict[str, Any] = {}
     dicts: dict[str, Mapping[Any, Any]] = {"": content}
     waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", content, 0)]
+    described = len(content)  # entries, counted before there is a name for each
     while waiting:
         path, entries, depth = waiting.pop()
         for key, value in entries.items():
@@ -171,10 +172,11 @@ def _flat(
             if nested and depth < _MAX_DEPTH:
                 dicts[f"{name}."] = _TWICE if f"{name}." in dicts else value
                 waiting.append((f"{name}.", value, depth + 1))
+                described += len(value)
             else:
                 leaves[name] = _TWICE if name in leaves else value
-        if len(leaves) + len(waiting) > _MAX_VALUES or len(dicts) > _MAX_VALUES:
-            raise CorruptCheckpointError(f"{what} has dicts within dicts without end")
+            if described > _MAX_ENTRIES:
+                raise CorruptCheckpointError(f"{what} has dicts within dicts without end")
     return leaves, dicts
 
 
