@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -243,7 +244,8 @@ def freeze() -> None:
     frozen = os.getpid()
     if os.fork() == 0:
         time.sleep(9)
-        os.kill(frozen, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # who started it has killed it already
+            os.kill(frozen, signal.SIGKILL)
         os._exit(0)
     os.kill(frozen, signal.SIGSTOP)
 
