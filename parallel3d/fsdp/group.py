@@ -189,9 +189,11 @@ class ParamGroup:
                 self.refresh()
 
     def renew_buffers(self) -> None:
-        """Makes new unsharded parameters and all-gather buffers, unless the group is in use."""
+        """Makes new unsharded parameters and all-gather buffers, unless the group is in use; those in other
+        dtypes are made when they are needed again."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             for bucket in self.buckets:
+                bucket.other_precision = None
                 bucket.build_unsharded()
             self.refresh()
 

@@ -630,6 +630,14 @@ def test_a_few_trainings(seed: int) -> None:
     assert compare(random_training(seed)) > 100
 
 
+@pytest.mark.parametrize("layout", [MeshLayout(1, 2, 1), MeshLayout(2, 1, 1)], ids=str)
+def test_unsharded_after_an_evaluation_in_full_precision(layout: MeshLayout) -> None:
+    """The memory of both dtypes is given up: in that of the one not in use others gather."""
+    policy = replace(BF16, full_precision_in_eval=True)
+    acts = ((), ("evaluation", "unshard"), ())
+    compare(Training(layout, "five blocks", {"mp_policy": policy}, acts=acts, seed=1))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_random_trainings(first: int) -> None:
