@@ -281,7 +281,8 @@ def _checksum(tensor: Tensor) -> int:
     """Returns the CRC-32 of a tensor's values; 0 for a DTensor, of which each rank has another part."""
     if isinstance(tensor, DTensor):
         return 0
-    return crc32(bytes_of(tensor.detach().cpu().contiguous()))
+    copied = tensor.detach().cpu().contiguous()  # has a name, as bytes_of doesn't keep it alive
+    return crc32(bytes_of(copied))
 
 
 class _LockingWriter(Writer):

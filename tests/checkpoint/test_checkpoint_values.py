@@ -5,6 +5,7 @@ import random
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import parallel3d as p3d
 from parallel3d.checkpoint import load, save
+from parallel3d.checkpoint.saving import _checksum
 from parallel3d.errors import CheckpointError
 
 
@@ -212,3 +214,9 @@ def test_the_last_step_seed_comes_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), want)
     last = last_step_seed()
     assert last is not None and (last.seed, last.step, last.micro_batch) == ((1 << 64) + 3, 5, 1)
+
+
+def test_checksums_of_buffers_are_of_their_values() -> None:
+    """Of a copy, where a buffer's memory isn't contiguous (or on a GPU): it was read after it was freed."""
+    for buffer in (torch.randn(7, 5), torch.randn(5, 7).t(), torch.randn(7, 6)[:, 1:]):
+        assert _checksum(buffer) == crc32(buffer.numpy().tobytes())
