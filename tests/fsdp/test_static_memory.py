@@ -252,6 +252,20 @@ def static(wrap: Callable[..., nn.Module], **options: Any) -> Callable[..., nn.M
     return wrapped
 
 
+def test_the_first_forward_may_be_in_a_transform() -> None:
+    """Of torch.func, which has no part in the buffers that are made then."""
+    found = []
+    with local_world(2) as world:
+        for wrap in (static(shard_blocks), shard_blocks):
+            trial = Trial(world, MeshLayout(1, 2, 1), wrap, build=Deep)
+            x = features(0)
+            out, vjp = torch.func.vjp(trial.model, x)
+            found.append([*inner_tensors(out), *inner_tensors(vjp(torch.ones_like(out))[0])])
+            trial.backward(1)
+            trial.check([1])
+    assert all(map(torch.equal, *found))
+
+
 def test_it_is_set_after_the_model_is_made() -> None:
     """By ``to_empty``, ``reshard()`` and ``unshard()``: no forward has run."""
     with local_world(2) as world:

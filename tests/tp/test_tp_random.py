@@ -107,6 +107,7 @@ def test_dropout_that_starts_later() -> None:
         ("resid_pdrop", 0.1, True),
         ("dropout", 0.0, False),
         ("dropout", None, False),
+        ("summary_first_dropout", 0.1, False),
         ("hidden", 3, False),
     ],
 )

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from parallel3d._torch.autograd import functorch_left
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
@@ -98,7 +99,7 @@ class RingSlot:
         """Returns the first ``size`` elements of the buffer for ``key``; makes or enlarges it."""
         key = key, dtype, device
         found = self.buffers.get(key)
-        with torch.inference_mode(False), torch.no_grad():
+        with functorch_left(), torch.inference_mode(False), torch.no_grad():
             if found is None or found.numel() < size:
                 found = self.buffers[key] = torch.empty(size, dtype=dtype, device=device)
             return found if found.numel() == size else found.narrow(0, 0, size)
@@ -286,7 +287,7 @@ def put(unit: Unit, place: RingPlace) -> None:
     group.place = place
     for index, bucket in enumerate(group.buckets):
         bucket.change(memory=FixedMemory(place, index))
-    with torch.inference_mode(False), torch.no_grad():
+    with functorch_left(), torch.inference_mode(False), torch.no_grad():
         group.renew_buffers()
 
 

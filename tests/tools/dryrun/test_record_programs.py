@@ -70,6 +70,28 @@ def test_nccl_and_a_mesh_on_cuda_are_played(plain: DryRun) -> None:
     assert found.collectives == plain.collectives
 
 
+def test_dropout_under_tp() -> None:
+    """Whose ranks compare their generators' states, which they do not know here."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.drop, self.down = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.drop(self.up(x)))
+
+    def program() -> None:
+        mesh = p3d.build_mesh(p3d.MeshLayout(shard=2, tp=2))
+        model = p3d.parallelize(Dropped(), mesh, {"up": "colwise", "down": "rowwise"})
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+    assert record(program, 4).steps == 2
+
+
 @pytest.mark.slow
 def test_torchs_own_engine_has_axes_and_the_same_memory_at_rest(plain: DryRun) -> None:
     found = trained(lambda: torchs(cuda_mesh()))
