@@ -512,7 +512,7 @@ def test_ranks_beside_a_job_that_keeps_one(tmp_path: Path, gloo_pool: GlooPool) 
             for step in range(2, 10**6):
                 saved(step)
                 if step % 5 == 0:
-                    time.sleep(0.3)
+                    time.sleep(1.0)
         finally:
             os._exit(code)
     try:
