@@ -56,6 +56,7 @@ class FakeEvent:
         return True
 
     def elapsed_time(self, end: FakeEvent) -> float:
+        self.streams.asked()
         return 0.0
 
 

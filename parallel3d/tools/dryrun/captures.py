@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -62,11 +63,12 @@ KINDS = tuple(_REMEDIES)
 """Kinds of obstacles."""
 
 _SHAPED_BY_VALUES = (
-    *("nonzero", "masked_select", "bincount"),
+    *("nonzero", "masked_select", "bincount", "repeat_interleave"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
 )
-_READ = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_READ = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__)
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_WRITES_AT = (Tensor.__setitem__, Tensor.index_put_, Tensor.index_put)
 _TO_CPU = re.compile(r"""\.to\(\s*(device\s*=\s*)?(torch\.device\(\s*)?["']cpu["']""")
 
 
@@ -112,7 +114,7 @@ class CaptureChecker:
         self._origin.clock[_REGION] = self.number
         self._counts = {n: s.clock.get(n, 0) for n, s in self.streams.made.items()}
         self._made.clear()
-        self._python = random.getstate()
+        self._python = _states_of_python()
         for root in self.place.roots:
             for tensor in (*root.parameters(), *root.buffers()):
                 self._mark(tensor)
@@ -193,10 +195,10 @@ class CaptureChecker:
             if number != HOST and done > seen and self._captures(stream.clock):
                 what = f"the work on {stream.name!r} is not waited for"
                 self._note("stream not joined", what, line="")
-        if random.getstate() != self._python:
+        if _states_of_python() != self._python:
             self._note(
                 "random state",
-                "Python's module random draws numbers, which replays repeat",
+                "Python's module random, or numpy's, draws numbers, which replays repeat",
                 "draw them before the step, and give them to it in a tensor of the batch",
                 line="",
             )
@@ -286,8 +288,17 @@ class CaptureChecker:
                 )
         elif func is Tensor.cpu or (func is Tensor.to and _is_to_cpu()):
             self.copies("cpu()" if func is Tensor.cpu else 'to("cpu")')
-        elif func is Tensor.pin_memory:
+        elif func is Tensor.new_tensor and not any(isinstance(a, Tensor) for a in args[1:]):
+            self._note(
+                "host synchronisation",
+                "a tensor of the GPU is made from Python's numbers",
+                "make it before the step, or with new_full, new_zeros or new_ones",
+            )
+        elif func is Tensor.pin_memory or kwargs.get("pin_memory"):
             self._note("allocation outside the pool", "memory is pinned")
+        elif func in _WRITES_AT and len(args) > 2:  # a number is written without knowing how many
+            if isinstance(args[2], Tensor) and _by_mask(args[:2]):
+                self._shaped_by_values(func.__name__.strip("_"))
         elif func in _READ and self._is_on_device(args[0]):
             self.reads(func.__name__)
 
@@ -456,13 +467,18 @@ class CaptureChecker:
 _SEEDING: dict[Any, str] = {
     torch: "manual_seed seed get_rng_state set_rng_state",
     torch.random: "manual_seed seed get_rng_state set_rng_state",
-    torch.cuda: "manual_seed manual_seed_all get_rng_state set_rng_state",
+    torch.cuda: "manual_seed manual_seed_all seed seed_all get_rng_state set_rng_state",
 }
 
 
 def _by_mask(args: Any) -> bool:
     """Whether aten's ``index`` is called with a mask, so that the result's shape depends on values."""
     return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
+
+
+def _states_of_python() -> Any:
+    of_numpy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]
 
 
 def _is_to_cpu() -> bool:

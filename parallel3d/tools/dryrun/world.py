@@ -113,6 +113,12 @@ class ReadMode(Functions):
             with self._place.unrecorded():
                 return func(*args, **kwargs)
         captures.function(func, args, kwargs)
+        numbered = func is F.one_hot and (*args[1:], *kwargs.values(), -1)[0] != -1
+        if numbered and captures.deciding(args[0]):  # which a GPU does not compare with the number
+            with self._place.unrecorded():
+                made = func(*args, **kwargs)
+            captures.on_device(made)
+            return made
         if "device" in kwargs:
             _check_device(kwargs["device"])
         elif func is Tensor.to and len(args) > 1:
@@ -186,6 +192,10 @@ class ReadMode(Functions):
         self._note("format")
         return format(Unknown(), *spec)
 
+    def _repr(self, func: Any, tensor: Tensor, **options: Any) -> Any:
+        self._note("repr")
+        return func(tensor, **options)
+
     def _list(self, func: Any, tensor: Tensor) -> Any:
         self._note("tolist")
         if isinstance(tensor, DTensor):
@@ -211,6 +221,7 @@ _HANDLERS: dict[Any, Any] = {
     Tensor.__float__: ReadMode._float,
     Tensor.__format__: ReadMode._format,
     Tensor.tolist: ReadMode._list,
+    Tensor.__repr__: ReadMode._repr,
     **dict.fromkeys(_DECIDING, ReadMode._decide),
 }
 
@@ -280,6 +291,19 @@ def as_rank(
             dtype = torch.get_autocast_dtype(device_type)
         autocast_init(self, DEVICE_TYPE, dtype, *args, **kwargs)
 
+    scaler_init = torch.amp.GradScaler.__init__
+
+    def init_scaler(self: Any, device: str = DEVICE_TYPE, *args: Any, **kwargs: Any) -> None:
+        scaler_init(self, DEVICE_TYPE, *args, **kwargs)  # torch disables one of a GPU where none is
+
+    def scaled_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Steps without checking for infinite gradients. A fused optimizer checks on the GPU."""
+        mode.captures.branches(
+            "GradScaler.step asks whether a gradient is infinite; with fused=True "
+            "the optimizer does that on the GPU"
+        )
+        return optimizer.step(*args, **kwargs)
+
     resize_storage = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
@@ -318,7 +342,8 @@ def as_rank(
             (torch, "compile", lambda model=None, **_: compile_model(model, backend="eager")),
             (torch.autocast, "__init__", init_autocast),
             (torch.UntypedStorage, "resize_", resize),
-            (torch.amp.GradScaler, SCALED_STEP, _scaled_step),
+            (torch.amp.GradScaler, "__init__", init_scaler),
+            (torch.amp.GradScaler, SCALED_STEP, scaled_step),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *(really(kind, method) for kind in loader_iterators() for method in methods),
             really(torch, "load"),
@@ -390,11 +415,6 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 _nothing = _returning(None)
-
-
-def _scaled_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a gradient scaler's step: steps the optimizer without checking for infinite gradients."""
-    return optimizer.step(*args, **kwargs)
 
 
 def _no_ddp(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _support.ep.models import Mixture, batch
@@ -147,6 +148,15 @@ def allocate_on(stream: Any) -> None:
         torch.empty(8)
 
 
+def one_value(step: Step) -> None:
+    step.state = torch.ones(1)
+
+
+def time_between() -> None:
+    first, last = (torch.cuda.current_stream().record_event() for _ in range(2))
+    first.elapsed_time(last)
+
+
 PLANTED: dict[str, dict[str, Step]] = {
     "host synchronisation": {
         "item": Step(lambda step, out: out.sum().item()),
@@ -163,12 +173,21 @@ PLANTED: dict[str, dict[str, Step]] = {
         "a mask": Step(lambda step, out: out[out > 0]),
         "a mask of integers": Step(lambda step, out: step.ids[step.ids > 3]),
         "item of an integer": Step(lambda step, out: step.ids.max().item()),
+        "repr": Step(lambda step, out: repr(out)),
+        "elapsed_time": Step(lambda *_: time_between()),
+        "values at a mask": Step(
+            lambda step, out: out.detach().clone().__setitem__(out > 0, step.state), setup=one_value
+        ),
+        "repeat_interleave": Step(lambda step, out: out.repeat_interleave(step.ids, dim=0)),
+        "classes of one_hot": Step(lambda step, out: nn.functional.one_hot(step.ids)),
+        "new_tensor": Step(lambda step, out: out + out.new_tensor([1.0] * 4)),
         "numbers of Python": Step(
             lambda step, out: out + torch.tensor([1.0] * 4, device=out.device)
         ),
     },
     "allocation outside the pool": {
         "pinned memory": Step(lambda step, out: out.pin_memory()),
+        "made pinned": Step(lambda step, out: torch.zeros(8, pin_memory=True)),
         "on a stream outside": Step(lambda step, out: allocate_on(step.side), setup=make_side),
     },
     "memory of another step": {"kept from step to step": Step(keep)},
@@ -205,7 +224,9 @@ PLANTED: dict[str, dict[str, Step]] = {
         "a seed": Step(lambda step, out: torch.manual_seed(1)),
         "a seed of the step": Step(lambda step, out: p3d.seed_step(seed=1, step=2)),
         "the state of a generator": Step(lambda step, out: torch.cuda.get_rng_state()),
+        "seed": Step(lambda step, out: torch.cuda.seed_all()),
         "Python's random": Step(lambda step, out: out * random.random()),
+        "numpy's random": Step(lambda step, out: out * np.random.rand()),
     },
 }
 """Kind that is found -> what a step does, and the program."""
@@ -220,7 +241,7 @@ def test_each_kind_is_found(kind: str, name: str) -> None:
     assert kind in {each.kind for each in found}, told(found)
     of_kind = next(each for each in found if each.kind == kind)
     assert of_kind.remedy
-    if kind != "stream not joined" and name != "Python's random":
+    if kind != "stream not joined" and not name.endswith("'s random"):
         assert "test_captures.py" in of_kind.line + of_kind.called, of_kind
 
 
@@ -232,6 +253,8 @@ ALLOWED: dict[str, Step] = {
     "nothing": Step(lambda step, out: None),
     "forked and joined": Step(on_side(forked=True, joined=True), setup=make_side),
     "dropout": Step(lambda step, out: nn.functional.dropout(out, 0.5)),
+    "a number at a mask": Step(lambda step, out: out.detach().clone().__setitem__(out > 0, 0.0)),
+    "a known number of classes": Step(lambda step, out: nn.functional.one_hot(step.ids, 8)),
     "kept in place": Step(lambda step, out: step.state.copy_(out.detach()), setup=make_side),
     "counts on the GPU": Step(
         lambda step, out: None,
@@ -332,6 +355,31 @@ def test_a_decision_ends_the_program_and_what_was_found_is_told() -> None:
     assert run.steps == 0
     with pytest.raises(DryRunError, match="the program decides by a tensor's value"):
         checked(train_linear(lambda *_: None, lambda model, loss: bool(loss > 3)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [p3d.optim.GradScaler, torch.amp.GradScaler])
+def test_a_scaler_decides_unless_the_optimizer_does(
+    kind: type[torch.amp.GradScaler], fused: bool
+) -> None:
+    """One of a GPU, which torch disables where none is; and one that the program has disabled."""
+
+    def program(enabled: bool) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=fused, capturable=True)
+            scaler = kind("cuda", enabled=enabled)
+            for _ in range(4):
+                scaler.scale(model(torch.randn(2, 4)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+        return run
+
+    assert obstacles_of(program(False)) == ()
+    found = obstacles_of(program(True))
+    assert [each.kind for each in found] == ["branch on a value"] * (not fused), told(found)
 
 
 def test_an_empty_tensor_has_no_numbers_to_copy() -> None:
