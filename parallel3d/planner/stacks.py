@@ -29,6 +29,8 @@ class Stack:
         cp_attention: its kind of attention over ``cp`` if the workload says "auto"; "auto": what this library
             chooses.
         fused: whether its elementwise kernels are fused without torch.compile.
+        frees_first: whether a backward waits for the reduction before, frees its input and only then issues
+            the next gather (``fsdp/context.py``); False: the input is held beside the next gather.
         own: name of a constant -> its value for this stack; all others are those of ``constants.toml``.
         measured_on: the GPU on which the constants were fitted to measured steps; "": they weren't.
     """
@@ -38,6 +40,7 @@ class Stack:
     attention: Mapping[str, str] = field(default_factory=dict, hash=False)
     cp_attention: str = "auto"
     fused: bool = False
+    frees_first: bool = True
     own: Mapping[str, Constant] = field(default_factory=dict, hash=False)
     measured_on: str = ""
 
@@ -124,7 +127,7 @@ def read_stack(
                 f"{where}: stack.{name} is like {like!r}; the nearest stack: {nearest(str(like), known)}"
             )
         base = known[like]
-    plain = ("what", "attention", "cp_attention", "fused", "measured_on")
+    plain = ("what", "attention", "cp_attention", "fused", "frees_first", "measured_on")
     texts = {key: given.pop(key) for key in plain if key in given}
     own = dict(base.own)
     for key, value in given.items():

@@ -351,7 +351,7 @@ class _Timing:
             copy *= self.is_gathered_again(unit)
             backward += copied + copy
             packing = copied - self.dense_gradient(unit) / self.rate
-            if self.stack.value("freed_after") and (half := self.half_of_gradients(unit, kernels)):
+            if self.stack.frees_first and (half := self.half_of_gradients(unit, kernels)):
                 half += copied - packing + copy + kernels.again
                 freed = (half + tp_backward / (2 * len(layers_of_inputs(unit)) or 1)) / backward
         crossing += cp_forward if self.links["cp"].nodes > 1 else 0.0
