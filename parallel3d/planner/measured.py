@@ -20,7 +20,7 @@ from parallel3d.errors import Parallel3dError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.observability.sinks import read_json_lines
 from parallel3d.planner.prediction import Prediction, predict
-from parallel3d.planner.stacks import Stack
+from parallel3d.planner.stacks import PLAIN, Stack
 
 # Constant -> (what its logarithm is off by, as a standard deviation; whether more is faster). What one step
 # leaves open, the machine's matmuls, attention, small kernels, network or host, is shared by how unsure each
@@ -179,7 +179,7 @@ def write_stack(stack: Stack, path: str | PathLike[str]) -> Path:
     each = (f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items())
     kernels = ", ".join(each)
     lines = [f"[stack.{quoted(stack.name)}]", f"attention = {{ {kernels} }}"]
-    lines += [f"{key} = {quoted(getattr(stack, key))}" for key in ("what", "measured_on")]
+    lines += [f"{key} = {quoted(getattr(stack, key))}" for key in PLAIN]
     lines += [
         f"{name} = {{ value = {each.value:.6g}, source = {quoted(each.source)} }}"
         for name, each in stack.own.items()

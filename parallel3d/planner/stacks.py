@@ -15,6 +15,8 @@ from parallel3d.planner.arguments import nearest, own_data
 from parallel3d.planner.constants import CONSTANTS, Constant, read_constant
 
 OURS = "parallel3d"
+PLAIN = ("what", "cp_attention", "fused", "frees_first", "measured_on")
+"""Fields of a ``Stack`` that its TOML table has as they are."""
 _KEYS = {"value", "source", "moved_by", "chosen_with"}
 
 
@@ -127,8 +129,7 @@ def read_stack(
                 f"{where}: stack.{name} is like {like!r}; the nearest stack: {nearest(str(like), known)}"
             )
         base = known[like]
-    plain = ("what", "attention", "cp_attention", "fused", "frees_first", "measured_on")
-    texts = {key: given.pop(key) for key in plain if key in given}
+    texts = {key: given.pop(key) for key in ("attention", *PLAIN) if key in given}
     own = dict(base.own)
     for key, value in given.items():
         if key not in CONSTANTS:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from planner_runs import Models, predict_run, stack_of_run
@@ -12,6 +13,7 @@ from parallel3d.planner import Cluster, Workload, predict, spec_from_hf_config
 from parallel3d.planner.cluster import gpu
 from parallel3d.planner.constants import CONSTANTS
 from parallel3d.planner.kernels import attention_kernel, kernels_of, matmul_rate, power_limited
+from parallel3d.planner.measured import write_stack
 from parallel3d.planner.stacks import OURS, Stack, read_stack, read_stack_file, stack_of, stacks
 from parallel3d.planner.workload import Local
 
@@ -162,3 +164,16 @@ class TestRuns:
         models = Models({"m": {"model": "m", **shapes, "ffn": "2048", "vocab": "1000"}})
         row = {"id": "a", "model": "m", "gpu": "h100", "shard": "8", "notes": notes}
         assert predict_run(row, models).workload.reduce_dtype == dtype
+
+
+@pytest.mark.parametrize("name", stacks())
+def test_written_and_read(tmp_path: Path, name: str) -> None:
+    """With all in which it differs, as the fit to a run of its software is."""
+    stack = stack_of(name)
+    again = read_stack_file(write_stack(stack, tmp_path / "mine.toml"))
+
+    def of(stack: Stack) -> Stack:
+        own = {key: (each.value, each.source) for key, each in stack.own.items()}
+        return dataclasses.replace(stack, own=own)  # type: ignore[arg-type]
+
+    assert of(again) == of(stack)
